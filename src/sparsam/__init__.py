@@ -1,0 +1,34 @@
+"""Sparse SAM for PyTorch: sharpness-aware minimization that perturbs only some of the weights."""
+
+from sparsam._version import __version__
+from sparsam.fisher import diagonal_fisher
+from sparsam.masks import (
+    DenseMask,
+    DynamicMask,
+    FisherMask,
+    Mask,
+    NMMask,
+    NormMask,
+    RandomMask,
+    TopKMask,
+)
+from sparsam.optimizer import SAM
+from sparsam.schedules import ConstantRho, CosineRho, InverseSqrtRho, ProportionalRho
+
+__all__ = [
+    "SAM",
+    "ConstantRho",
+    "CosineRho",
+    "DenseMask",
+    "DynamicMask",
+    "FisherMask",
+    "InverseSqrtRho",
+    "Mask",
+    "NMMask",
+    "NormMask",
+    "ProportionalRho",
+    "RandomMask",
+    "TopKMask",
+    "__version__",
+    "diagonal_fisher",
+]

@@ -1,0 +1,171 @@
+r"""The diagonal of the empirical Fisher information.
+
+.. math::  \hat F = \frac{1}{N} \sum_{i=1}^{N} \big(\nabla_w \ell_i\big)^2,
+           \qquad \ell_i = -\log p_w(y_i \mid x_i)
+
+*exact* takes the gradient of each sample. *signs* multiplies the losses of a chunk by independent random
+signs :math:`s_i = \pm 1` and takes one gradient of their sum: its square has the right expectation,
+:math:`E\big[(\sum_i s_i g_i)^2\big] = \sum_i g_i^2`, because :math:`E[s_i s_j] = 0`, at the price of one ordinary
+backward pass and through any module.
+
+Samples must not see each other, so the model is in eval mode meanwhile: BatchNorm uses its running
+statistics and does not move them. Whatever happens, modes, buffers, gradients and torch's random numbers
+are afterwards what they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from sparsam.checks import check_choice, check_whole
+from sparsam.passes import random_state, set_random_state
+from sparsam.perturbation import restore, save
+
+METHODS = ("exact", "signs")
+SIGNS_CHUNK = 32  # larger chunks cost less and are noisier; docs/fisher.md has the figures
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+def diagonal_fisher(
+    model: nn.Module,
+    loss_fn: Loss,
+    inputs: Any,
+    targets: Any,
+    *,
+    method: str = "exact",
+    chunk_size: int | None = None,
+    generator: torch.Generator | None = None,
+) -> list[Tensor]:
+    r"""Return :math:`\frac1N\sum_i(\nabla_w\ell_i)^2`, one tensor for each parameter that requires a gradient.
+
+    The order is that of `model.parameters()`; the dtype is the parameter's, at least float32.
+
+    Args:
+        model: Any module; `model(inputs)` is called (`model(*inputs)` for a tuple, `model(**inputs)` for a dict).
+        loss_fn: `loss_fn(outputs, targets)`; called for one sample at a time, so mean- and sum-reduced
+            losses give the same.
+        inputs: A tensor whose first dimension is the sample, or a tuple or dict of such tensors.
+        targets: The same for the targets.
+        method: "exact" or "signs", see the module's text.
+        chunk_size: Samples handled at once. For "signs" at most this many share a backward pass (default
+            32). For "exact" None means one by one, which any module can do; a number takes that many
+            through `torch.func.vmap`, faster on a GPU, for modules that vmap can handle.
+        generator: Where "signs" draws its signs from; torch's global generator if None.
+    """
+    check_choice("method", method, METHODS)
+    if chunk_size is not None:
+        check_whole("chunk_size", chunk_size, allowed="a whole number >= 1, or None")
+    samples = _sample_count(inputs, targets)
+    params = [p for p in model.parameters() if p.requires_grad]
+    if not params:
+        raise ValueError("model has no parameter that requires a gradient, so it has no Fisher information")
+
+    chunk = chunk_size or (SIGNS_CHUNK if method == "signs" else 1)
+    signs = torch.randint(0, 2, (samples,), generator=generator, device=_device(generator)) * 2 - 1
+    total = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in params]
+    with _undisturbed(model), torch.enable_grad():
+        for start in range(0, samples, chunk):
+            stop = min(start + chunk, samples)
+            x, y, s = _slice((inputs, targets, signs), start, stop)
+            if method == "signs":
+                gradients = [_signed_gradient(model, loss_fn, params, x, y, s)]
+            elif chunk_size is None:
+                gradients = [_gradient(_loss(loss_fn, _call(model, x), y), params)]
+            else:
+                gradients = _each_gradient(model, loss_fn, x, y)
+            for gradient in gradients:
+                squares = [g.to(t.dtype).square() for g, t in zip(gradient, total, strict=True)]
+                torch._foreach_add_(total, squares)
+    torch._foreach_div_(total, samples)
+    return total
+
+
+def _signed_gradient(
+    model: nn.Module, loss_fn: Loss, params: Sequence[Tensor], x: Any, y: Any, signs: Tensor
+) -> list[Tensor]:
+    """Return the gradient of the sum of the chunk's losses, each multiplied by its sign."""
+    outputs = _call(model, x)
+    rows = len(tree_leaves(outputs)[0])
+    if rows != len(signs):
+        raise ValueError(
+            f"method='signs' needs one output row for each sample, but {len(signs)} samples gave {rows} "
+            f"rows; method='exact' does without"
+        )
+    losses = torch.stack([_loss(loss_fn, *_slice((outputs, y), i, i + 1)) for i in range(rows)])
+    return _gradient((losses * signs.to(losses.device)).sum(), params)
+
+
+def _each_gradient(model: nn.Module, loss_fn: Loss, x: Any, y: Any) -> list[list[Tensor]]:
+    """Return the gradient of each of the chunk's samples."""
+    trainable = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+    def sample_loss(weights: dict[str, Tensor], x: Any, y: Any) -> Tensor:
+        x, y = tree_map_only(Tensor, lambda t: t.unsqueeze(0), (x, y))
+        args, kwargs = _arguments(x)
+        return _loss(loss_fn, functional_call(model, weights, args, kwargs), y)
+
+    stacked = vmap(grad(sample_loss), in_dims=(None, 0, 0))(trainable, x, y).values()
+    return [list(gradient) for gradient in zip(*stacked, strict=True)]
+
+
+def _gradient(loss: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True))
+
+
+def _loss(loss_fn: Loss, outputs: Any, targets: Any) -> Tensor:
+    return loss_fn(outputs, targets).sum()
+
+
+def _device(generator: torch.Generator | None) -> torch.device:
+    return torch.device("cpu") if generator is None else generator.device
+
+
+def _call(model: nn.Module, x: Any) -> Any:
+    args, kwargs = _arguments(x)
+    return model(*args, **kwargs)
+
+
+def _arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(x, dict):
+        return (), x
+    return (tuple(x) if isinstance(x, (tuple, list)) else (x,)), {}
+
+
+def _slice(tree: Any, start: int, stop: int) -> Any:
+    return tree_map_only(Tensor, lambda t: t[start:stop], tree)
+
+
+def _sample_count(inputs: Any, targets: Any) -> int:
+    counts = {len(t) for t in tree_leaves((inputs, targets)) if isinstance(t, Tensor)}
+    if len(counts) != 1 or 0 in counts:
+        raise ValueError(
+            f"inputs and targets must be tensors with the same, positive number of samples, but have "
+            f"{', '.join(map(str, sorted(counts))) or 'none'}"
+        )
+    return counts.pop()
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Put the model into eval mode; afterwards everything but the gradient asked for is as before."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers, numbers = save(model.buffers()), random_state(model)
+    try:
+        model.eval()
+        for module in model.modules():
+            if isinstance(module, nn.RNNBase) and not module.dropout:
+                module.train()  # the same function, and cuDNN refuses its backward pass in eval mode
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        restore(buffers)
+        set_random_state(numbers)

@@ -1,0 +1,59 @@
+"""The contract that every mask keeps."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from sparsam.checks import check_interval, check_whole
+from sparsam.perturbation import Selection
+
+Setting = int | float | str | None
+
+
+class Mask(ABC):
+    """Says which weights a step perturbs.
+
+    A mask holds settings, no state: what it selected last is kept by the optimizer and handed back as
+    `previous`, and its random numbers depend on `seed` and the step alone. So the same settings give the
+    same masks in every process, and after a resume.
+
+    Args:
+        interval: The mask is made anew every `interval` optimizer steps; None: made once, before the first.
+        seed: Where the mask's own random numbers start; saved and restored with the optimizer's state.
+    """
+
+    fixed_settings: ClassVar[tuple[str, ...]] = ("interval",)
+    """Names of the attributes that must be the same when a run is resumed."""
+
+    model: nn.Module | None = None
+    """The model the mask looks at, if any; the default for the optimizer's `model`."""
+
+    def __init__(self, interval: int | None = None, seed: int = 0) -> None:
+        check_interval(interval)
+        check_whole("seed", seed, least=0)
+        self.interval = None if interval is None else int(interval)
+        self.seed = int(seed)
+
+    @abstractmethod
+    def select(self, params: Sequence[Tensor], step: int, previous: Selection | None) -> Selection:
+        """Return which weights are perturbed from this step on.
+
+        Args:
+            params: The parameters that require a gradient, in the optimizer's order. Their `.grad` is the
+                gradient of the first pass, at w (None where there is none).
+            step: How many optimizer steps were taken before this one.
+            previous: What was selected before; None at the first time.
+        """
+
+    def settings(self) -> dict[str, Setting]:
+        """Return what a resumed run must have in common with the saved one."""
+        names = {name: None for cls in reversed(type(self).mro()) for name in getattr(cls, "fixed_settings", ())}
+        return {"kind": type(self).__name__, **{name: getattr(self, name) for name in names}}
+
+    def __repr__(self) -> str:
+        kind, *rest = self.settings().items()
+        return f"{kind[1]}({', '.join(f'{name}={value!r}' for name, value in rest)})"

@@ -1,0 +1,82 @@
+"""SSAM-F: the weights that carry the most Fisher information."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import Dataset, default_collate
+
+from sparsam.checks import check_choice, check_whole
+from sparsam.fisher import METHODS, diagonal_fisher
+from sparsam.masks.scores import scores_for
+from sparsam.masks.selection import flatten, random_generator
+from sparsam.masks.sparsity import SparseMask
+
+
+class FisherMask(SparseMask):
+    r"""SSAM-F: perturbs the :math:`k` weights with the largest empirical Fisher information.
+
+    .. math::  \hat F = \frac{1}{N_F} \sum_{i=1}^{N_F} \big(\nabla_w \log p_w(y_i \mid x_i)\big)^2,
+               \qquad k = \mathrm{round}((1-s)\,|w|)
+
+    Args:
+        sparsity: The share s of the weights that is not perturbed, in [0, 1].
+        model: The network that is trained; `model(inputs)` must be what `loss_fn` takes.
+        loss_fn: `loss_fn(outputs, targets)`, a negative log-likelihood, mean-reduced or not.
+        dataset: A map-style data set of (input, target) pairs.
+        samples: :math:`N_F`, drawn without replacement at each update.
+        interval: Make the mask anew every `interval` steps; None: once.
+        seed: Where the mask's own random numbers (samples, signs) start.
+        method: "signs" (one backward pass for each 32 samples, unbiased) or "exact" (one for each sample):
+            see :func:`sparsam.diagonal_fisher`.
+    """
+
+    fixed_settings: ClassVar[tuple[str, ...]] = ("samples", "method")
+    model: nn.Module
+
+    def __init__(
+        self,
+        sparsity: float,
+        model: nn.Module,
+        loss_fn: Callable[[Any, Any], Tensor],
+        dataset: Dataset[Any],
+        *,
+        samples: int = 128,
+        interval: int | None = None,
+        seed: int = 0,
+        method: str = "signs",
+    ) -> None:
+        check_whole("samples", samples)
+        check_choice("method", method, METHODS)
+        for name in ("__getitem__", "__len__"):
+            if not hasattr(dataset, name):
+                raise TypeError(
+                    f"dataset must be map-style, with __len__ and __getitem__, but {type(dataset).__name__} "
+                    f"has no {name}"
+                )
+        if samples > len(dataset):  # type: ignore[arg-type]
+            raise ValueError(
+                f"samples must be at most the size of the dataset, {len(dataset)}, but is {samples}"  # type: ignore[arg-type]
+            )
+        super().__init__(sparsity, interval, seed)
+        self.model, self.loss_fn, self.dataset = model, loss_fn, dataset
+        self.samples, self.method = int(samples), method
+
+    def flat_scores(self, params: Sequence[Tensor], step: int, previous: Tensor | None) -> Tensor:
+        """Return the diagonal of the empirical Fisher information over newly drawn samples."""
+        generator = random_generator(self.seed, step)
+        chosen = torch.randperm(len(self.dataset), generator=generator)[: self.samples].tolist()  # type: ignore[arg-type]
+        batch = default_collate([self.dataset[i] for i in chosen])
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise ValueError(f"dataset must hold (input, target) pairs, but dataset[{chosen[0]}] is not one")
+        inputs, targets = batch
+        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        device = trainable[0].device if trainable else None
+        inputs, targets = tree_map_only(Tensor, lambda t: t.to(device), (inputs, targets))
+        fisher = diagonal_fisher(self.model, self.loss_fn, inputs, targets, method=self.method, generator=generator)
+        by_parameter = dict(zip(trainable, fisher, strict=True))
+        return flatten(scores_for(params, lambda: by_parameter))

@@ -1,0 +1,47 @@
+"""Only normalisation layers are perturbed (SAM-ON)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from sparsam.masks.base import Mask
+from sparsam.perturbation import Selection
+
+NORMALISATION = re.compile(r"(batch|layer|group|instance|rms)_?norm", re.IGNORECASE)
+
+
+class NormMask(Mask):
+    """Perturbs the parameters of normalisation layers and no others.
+
+    A layer counts by the name of its class or of a class it derives from: BatchNorm, LayerNorm, GroupNorm,
+    InstanceNorm or RMSNorm, so that those of other libraries count too. As in every mask here, the
+    perturbation is divided by the norm of the whole gradient, of which these layers are a small part: a
+    larger rho than SAM's is in place.
+
+    Args:
+        model: The network that is trained.
+    """
+
+    model: nn.Module
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        if not self._parameters():
+            raise ValueError("model has no normalisation layer with parameters, so NormMask would perturb nothing")
+
+    def _parameters(self) -> set[Tensor]:
+        return {
+            p
+            for module in self.model.modules()
+            if any(NORMALISATION.search(cls.__name__) for cls in type(module).mro())
+            for p in module.parameters(recurse=False)
+        }
+
+    def select(self, params: Sequence[Tensor], step: int, previous: Selection | None) -> Selection:
+        """Return the normalisation layers."""
+        chosen = self._parameters()
+        return [p in chosen for p in params]

@@ -1,0 +1,395 @@
+r"""SAM and sparse SAM around any torch optimizer.
+
+One step, with weights w, loss f, radius :math:`\rho`, mask m and base optimizer B:
+
+.. math::  g = \nabla f(w), \qquad
+           \epsilon = \rho\,\frac{g}{\lVert g\rVert_2}\odot m, \qquad
+           w \leftarrow B\big(w,\ \nabla f(w + \epsilon)\big)
+
+m = 1 is SAM (Foret et al., 2021); a sparse m is SSAM (Mi et al., 2022). `adaptive=True` is ASAM (Kwon et al.,
+2021) without its :math:`\eta`: :math:`\epsilon = \rho\, w^2\odot g\,/\,\lVert |w|\odot g\rVert_2 \odot m`.
+
+This file holds the protocol and the state. The arithmetic is in :mod:`sparsam.perturbation`, the choice of
+weights in :mod:`sparsam.masks`, what the two passes share in :mod:`sparsam.passes`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any, Self, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sparsam.checks import check_rho
+from sparsam.masks import DenseMask, Mask
+from sparsam.masks.selection import expand, settle
+from sparsam.passes import SecondPass
+from sparsam.perturbation import Saved, Selection, perturb, restore
+from sparsam.validation import check_base, check_gradients, check_params, check_state
+
+Closure = Callable[[], Any]
+
+
+class Phase(Enum):
+    """Where in a step an optimizer is; the value completes "the optimizer is ..."."""
+
+    IDLE = "between two steps"
+    FIRST_PASS = "inside the closure's first pass"
+    PERTURBED = "at the perturbed weights"
+    READY = "done with the second pass"
+
+
+class SAM(Optimizer):
+    """Sharpness-aware minimization around any base optimizer; with a mask, sparse SAM.
+
+    `param_groups` and `state` are the base optimizer's own, so learning-rate schedulers, gradient scalers
+    and whatever else works on an optimizer work on this one. Each group also carries `rho`, which may
+    differ from group to group and change at any time (:mod:`sparsam.schedules`).
+
+    Three ways to take a step::
+
+        loss = opt.step(closure)                # closure: zero_grad, forward, backward, return loss; called twice
+
+        loss_fn(model(x), y).backward()         # in two steps
+        opt.first_step(zero_grad=True)
+        loss_fn(model(x), y).backward()
+        opt.second_step(zero_grad=True)
+
+        loss_fn(model(x), y).backward()         # as a context, for instance with a GradScaler
+        with opt.perturbed():
+            opt.zero_grad()
+            loss_fn(model(x), y).backward()
+        opt.step()
+
+    Args:
+        params: Parameters or parameter groups, as for any torch optimizer.
+        base_optimizer: The class of the optimizer that takes the step, such as `torch.optim.SGD`.
+        rho: The radius of the perturbation, at least 0.
+        mask: Which weights are perturbed; None: all (SAM).
+        adaptive: Scale the perturbation by the size of the weights (ASAM).
+        model: The network, if running statistics of normalisation layers are to move once a step and
+            dropout is to draw the same numbers in both passes. Default: the mask's model, if it has one.
+        **base_arguments: Passed on to the base optimizer: `lr`, `momentum`, ...
+
+    >>> w = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    >>> opt = SAM([w], torch.optim.SGD, rho=0.5, lr=0.1)
+    >>> def closure():
+    ...     opt.zero_grad()
+    ...     loss = w.square().sum() / 2
+    ...     loss.backward()
+    ...     return loss
+    >>> opt.step(closure).item(), w.tolist()    # w - 0.1 * (w + 0.5 * w / 5)
+    (12.5, [2.6700000762939453, 3.559999942779541])
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        base_optimizer: Callable[..., Optimizer] = torch.optim.SGD,
+        rho: float | Tensor = 0.1,
+        mask: Mask | None = None,
+        adaptive: bool = False,
+        model: nn.Module | None = None,
+        **base_arguments: Any,
+    ) -> None:
+        if isinstance(base_optimizer, Optimizer):
+            raise TypeError(
+                f"base_optimizer must be a class, but is an instance of {type(base_optimizer).__name__}; "
+                f"SAM.wrap(base_optimizer) takes an instance"
+            )
+        check_rho(rho)
+        self._build(base_optimizer(params, **base_arguments), rho, mask, adaptive, model)
+
+    @classmethod
+    def wrap(
+        cls,
+        base_optimizer: Optimizer,
+        rho: float | Tensor = 0.1,
+        mask: Mask | None = None,
+        adaptive: bool = False,
+        model: nn.Module | None = None,
+    ) -> Self:
+        """Build around an optimizer that exists already; a group that carries `rho` keeps it."""
+        self = cls.__new__(cls)
+        self._build(base_optimizer, rho, mask, adaptive, model)
+        return self
+
+    def _build(
+        self,
+        base: Optimizer,
+        rho: float | Tensor,
+        mask: Mask | None,
+        adaptive: bool,
+        model: nn.Module | None,
+    ) -> None:
+        check_base(base)
+        check_rho(rho)
+        if mask is not None and not isinstance(mask, Mask):
+            raise TypeError(f"mask must be a sparsam mask or None, but is {mask!r}")
+        for i, group in enumerate(base.param_groups):
+            check_rho(group.get("rho", rho), f"rho of parameter group {i}")
+        self.base_optimizer = base
+        self.mask = DenseMask() if mask is None else mask
+        self.adaptive = bool(adaptive)
+        self._second_pass = SecondPass(self.mask.model if model is None else model)
+        self._steps = 0
+        self._selection: Selection | None = None
+        self._trainable: list[bool] = []
+        self._saved: list[Saved] = []
+        self._phase = Phase.IDLE
+        for group in base.param_groups:
+            group.setdefault("rho", rho)
+        # Not Optimizer.__init__, which would make groups and state of its own.
+        super().__setstate__({"defaults": {**base.defaults, "rho": rho}})
+
+    # ------------------------------------------------------------------ what belongs to the base optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The base optimizer's parameter groups."""
+        return self.base_optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.base_optimizer.param_groups = groups
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """The base optimizer's state."""
+        return self.base_optimizer.state
+
+    @state.setter
+    def state(self, state: defaultdict[Tensor, Any]) -> None:
+        self.base_optimizer.state = state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters; the mask is made anew in the next step."""
+        self._refuse_while_perturbed("add_param_group")
+        group = {"rho": self.defaults["rho"], **param_group}
+        check_rho(group["rho"], f"rho of parameter group {len(self.param_groups)}")
+        self.base_optimizer.add_param_group(group)
+        try:
+            check_params(self.base_optimizer)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        self._selection = None
+
+    # ------------------------------------------------------------------------------------------- the step
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Closure) -> Any: ...
+    @torch.no_grad()
+    def step(self, closure: Closure | None = None) -> Any:
+        """Take one step.
+
+        Args:
+            closure: Clears the gradients, computes the loss and its gradient and returns the loss. It is
+                called twice, at w and at w + eps, also if rho or the mask is zero. None: take the
+                base step that ends the two-step use.
+
+        Returns:
+            What the first call of the closure returned: the loss at w.
+        """
+        if closure is None:
+            if self._phase is Phase.IDLE or self._phase is Phase.FIRST_PASS:
+                raise RuntimeError(
+                    "step() without closure ends a step that first_step() or perturbed() began, but the "
+                    f"optimizer is {self._phase.value}: SAM needs two gradients. Pass a closure, or call "
+                    "first_step() after the first backward pass"
+                )
+            if self._phase is Phase.PERTURBED:
+                self._leave(Phase.READY)
+            return self._base_step()
+        self._refuse_while_perturbed("step(closure)")
+        with torch.enable_grad():
+            loss = self._first_pass(closure)
+            with self.perturbed():
+                closure()
+        self._base_step()
+        return loss
+
+    @torch.no_grad()
+    def first_step(self, zero_grad: bool = False) -> None:
+        """Go from w to w + eps, by the gradients now in `.grad`.
+
+        Args:
+            zero_grad: Clear the gradients afterwards.
+        """
+        self._refuse_while_perturbed("first_step() or perturbed()")
+        params, rhos = self._params_and_rhos()
+        check_gradients(params)
+        self._update_mask(params)
+        assert self._selection is not None
+        used = [i for i, p in enumerate(params) if p.grad is not None]
+        self._saved = perturb(
+            [params[i] for i in used],
+            [params[i].grad for i in used],  # type: ignore[misc]
+            [self._selection[i] for i in used],
+            [rhos[i] for i in used],
+            adaptive=self.adaptive,
+        )
+        self._phase = Phase.PERTURBED
+        torch.clear_autocast_cache()  # a cast of w would otherwise be taken for one of w + eps
+        self._second_pass.begin()
+        if zero_grad:
+            self.zero_grad()
+
+    def second_step(self, zero_grad: bool = False) -> None:
+        """Go back to w, bit for bit, and take the base step with the gradients now in `.grad`.
+
+        Args:
+            zero_grad: Clear the gradients afterwards.
+        """
+        if self._phase is not Phase.PERTURBED:
+            raise RuntimeError(f"second_step() needs first_step() before it, but the optimizer is {self._phase.value}")
+        self.step()
+        if zero_grad:
+            self.zero_grad()
+
+    @contextmanager
+    def perturbed(self) -> Iterator[None]:
+        """Be at w + eps inside the `with` block, by the gradients now in `.grad`, and at w, bit for bit, after it.
+
+        If the block ends without an exception, `step()` without closure then takes the base step.
+        """
+        self.first_step()
+        try:
+            yield
+        except BaseException:
+            self.restore()
+            raise
+        if self._phase is Phase.PERTURBED:
+            self._leave(Phase.READY)
+
+    def restore(self) -> None:
+        """Give up a step that `first_step` began: go back to w, bit for bit. Does nothing between steps."""
+        if self._phase is Phase.PERTURBED:
+            self._leave(Phase.IDLE)
+        self._phase = Phase.IDLE
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients. Between two steps, the next step starts here, whatever was pending."""
+        if self._phase is Phase.IDLE or self._phase is Phase.READY:
+            self._start()
+        super().zero_grad(set_to_none)
+
+    def masks(self) -> list[Tensor]:
+        """Return which weights the latest step perturbed: one bool tensor for each parameter, in the groups' order."""
+        if self._selection is None:
+            raise RuntimeError("there is no mask before the first step: it is made in that step")
+        return [m.clone() for m in expand(self._selection, self._params_and_rhos()[0])]
+
+    def _start(self) -> None:
+        self._phase = Phase.IDLE
+        self._second_pass.mark()
+
+    def _first_pass(self, closure: Closure) -> Any:
+        self._start()
+        self._phase = Phase.FIRST_PASS
+        try:
+            return closure()
+        finally:
+            self._phase = Phase.IDLE
+
+    def _leave(self, phase: Phase) -> None:
+        """Go back from w + eps to w."""
+        restore_weights, self._saved = self._saved, []
+        with torch.no_grad():
+            restore(restore_weights)
+            torch.clear_autocast_cache()
+            if phase is Phase.READY:
+                self._second_pass.check()
+            self._second_pass.end()
+        self._phase = phase
+
+    def _base_step(self) -> None:
+        self.base_optimizer.step()
+        self._steps += 1
+        self._start()
+
+    def _update_mask(self, params: list[Tensor]) -> None:
+        """Make the mask if this step is due for one. Frozen parameters are not part of it."""
+        trainable = [p.requires_grad for p in params]
+        known = self._selection is not None and trainable == self._trainable
+        interval = self.mask.interval
+        if known and (interval is None or self._steps % interval):
+            return
+        indices = [i for i, p in enumerate(params) if p.requires_grad]
+        subset = [params[i] for i in indices]
+        previous = None if self._selection is None else [self._selection[i] for i in indices]
+        selection: Selection = [False] * len(params)
+        if subset:
+            chosen = settle(self.mask.select(subset, self._steps, previous), subset)
+            for i, m in zip(indices, chosen, strict=True):
+                selection[i] = m
+        self._selection, self._trainable = selection, trainable
+
+    def _params_and_rhos(self) -> tuple[list[Tensor], list[float | Tensor]]:
+        params: list[Tensor] = []
+        rhos: list[float | Tensor] = []
+        for i, group in enumerate(self.param_groups):
+            rho = group.get("rho", self.defaults["rho"])  # gone if the base optimizer loaded a state of its own
+            check_rho(rho, f"rho of parameter group {i}")
+            params += group["params"]
+            rhos += [rho] * len(group["params"])
+        return params, rhos
+
+    def _refuse_while_perturbed(self, what: str) -> None:
+        if self._phase is Phase.PERTURBED or self._phase is Phase.FIRST_PASS:
+            raise RuntimeError(
+                f"{what} cannot be called while the optimizer is {self._phase.value}; end the step first with "
+                "second_step(), or give it up with restore()"
+            )
+
+    # ------------------------------------------------------------------------------------ saving, copying
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the base optimizer's state, rho, masks and counters: tensors and plain Python values only."""
+        self._refuse_while_perturbed("state_dict()")
+        own = {
+            "settings": self._settings(),
+            "shapes": [list(p.shape) for p in self._params_and_rhos()[0]],
+            "steps": self._steps,
+            "seed": self.mask.seed,
+            "trainable": list(self._trainable),
+            "selection": None if self._selection is None else list(self._selection),
+        }
+        return {**self.base_optimizer.state_dict(), "sparsam": own}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned; the run then goes on as if it had not been interrupted.
+
+        The model and the settings of the mask must be those of the saved run: otherwise an error says what
+        differs, and nothing is changed. The mask's seed is taken from the saved run, as is rho.
+        """
+        self._refuse_while_perturbed("load_state_dict()")
+        params, _ = self._params_and_rhos()
+        own = check_state(state_dict, self._settings(), params)
+        self.base_optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != "sparsam"})
+        selection = own["selection"]
+        self._selection = None if selection is None else settle(selection, params)
+        self._trainable = list(own["trainable"])
+        self._steps = own["steps"]
+        self.mask.seed = own["seed"]
+        self._start()
+
+    def _settings(self) -> dict[str, Any]:
+        return {"adaptive": self.adaptive, "mask": self.mask.settings()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._refuse_while_perturbed("copying or pickling")
+        # A scheduler puts its own `step` onto the instance; it cannot be copied and patches the copy anew.
+        # Hooks are left behind, as torch's own optimizers do.
+        return {
+            name: value
+            for name, value in self.__dict__.items()
+            if name != "step" and not name.startswith("_optimizer_")
+        }

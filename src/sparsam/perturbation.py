@@ -1,0 +1,166 @@
+r"""The arithmetic of one perturbation: pure functions on lists of tensors.
+
+Names follow the paper: weights w, gradient g, mask m, radius rho, perturbation eps:
+
+.. math::  \epsilon = \rho \, \frac{g}{\lVert g \rVert_2} \odot m
+           \qquad\text{adaptive (ASAM):}\qquad
+           \epsilon = \rho \, \frac{w^2 \odot g}{\lVert\, |w| \odot g \,\rVert_2} \odot m
+
+The norm is that of the whole gradient, also of what the mask leaves out.
+
+Each list is worked on in *buckets*: the tensors that share a device and a dtype (and a rho) lie side by
+side in one flat buffer, so that a bucket costs a handful of kernels however many layers it has, and so
+that "perturb or not" can be decided on the device: nothing here waits for the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Selection = list[Tensor | bool]
+"""Which weights are perturbed, tensor by tensor: a bool tensor, or one bool for all weights of a tensor."""
+
+
+class Saved(NamedTuple):
+    """Tensors and copies of what they held."""
+
+    tensors: list[Tensor]
+    copies: list[Tensor]
+
+
+def perturb(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    selection: Sequence[Tensor | bool],
+    rhos: Sequence[float | Tensor],
+    *,
+    adaptive: bool = False,
+) -> list[Saved]:
+    """Add eps to the weights in place; return what :func:`restore` needs to take it back.
+
+    Only tensors of which something is perturbed are saved. A gradient whose norm is zero or not finite
+    gives no perturbation.
+    """
+    norm = gradient_norm(params, grads, adaptive=adaptive)
+    chosen = [i for i, m in enumerate(selection) if m is not False]
+    saved: list[Saved] = []
+    try:
+        for indices in _buckets((id(rhos[i]), params[i], i) for i in chosen):
+            w = [params[i] for i in indices]
+            g = [grads[i] for i in indices]
+            m = [selection[i] for i in indices]
+            eps = _perturbation(w, g, m, rhos[indices[0]], norm, adaptive)
+            saved.append(_save_bucket(w))
+            torch._foreach_add_(w, eps)
+    except BaseException:  # out of memory, say: all or nothing
+        restore(saved)
+        raise
+    return saved
+
+
+def gradient_norm(params: Sequence[Tensor], grads: Sequence[Tensor], *, adaptive: bool) -> Tensor:
+    r"""Return the 0-d tensor :math:`\lVert g \rVert_2`, or :math:`\lVert\, |w| \odot g \,\rVert_2` if adaptive."""
+    norms: list[Tensor] = []
+    for indices in _buckets((None, g, i) for i, g in enumerate(grads)):
+        bucket = [grads[i] for i in indices]
+        dtype = _accumulation_dtype(bucket[0])
+        if adaptive:
+            bucket = _flat_copies(bucket, dtype)[1]
+            torch._foreach_mul_(bucket, [params[i] for i in indices])
+        norms += torch._foreach_norm(bucket, 2, dtype)
+    device = norms[0].device
+    widest = max((n.dtype for n in norms), key=lambda dtype: dtype.itemsize)
+    together = torch.stack([n.to(device, widest, non_blocking=True) for n in norms])
+    return torch.linalg.vector_norm(together)  # type: ignore[no-any-return]
+
+
+def save(tensors: Iterable[Tensor]) -> list[Saved]:
+    """Copy the tensors aside, bit for bit."""
+    tensors = list(tensors)
+    return [
+        _save_bucket([tensors[i] for i in indices]) for indices in _buckets((None, t, i) for i, t in enumerate(tensors))
+    ]
+
+
+def restore(saved: Iterable[Saved]) -> None:
+    """Copy back what :func:`save` or :func:`perturb` put aside, bit for bit."""
+    for tensors, copies in saved:
+        torch._foreach_copy_(tensors, copies)
+
+
+def _perturbation(
+    w: list[Tensor],
+    g: list[Tensor],
+    m: list[Tensor | bool],
+    rho: float | Tensor,
+    norm: Tensor,
+    adaptive: bool,
+) -> list[Tensor]:
+    """Return eps for the tensors of one bucket."""
+    flat, eps = _flat_copies(g, _accumulation_dtype(w[0]), like=w)
+    if adaptive:
+        torch._foreach_mul_(eps, w)
+        torch._foreach_mul_(eps, w)
+    scale = rho / norm
+    usable = torch.isfinite(norm) & torch.isfinite(scale) & (scale > 0)
+    flat.mul_(scale.to(flat.device, non_blocking=True))
+    # Selected, not multiplied by zero: 0 * inf is NaN. And w + (-0.0) is w bit for bit, also for w = -0.0.
+    flat.masked_fill_(~(_flat_mask(m, w, flat) & usable.to(flat.device, non_blocking=True)), -0.0)
+    if flat.dtype == w[0].dtype:
+        return eps
+    return _views(flat.to(w[0].dtype), w)
+
+
+def _flat_mask(m: list[Tensor | bool], w: list[Tensor], flat: Tensor) -> Tensor:
+    if not any(isinstance(mask, Tensor) for mask in m):
+        return torch.ones((), dtype=torch.bool, device=flat.device)
+    keep = torch.ones_like(flat, dtype=torch.bool)
+    pairs = [(k, mask) for k, mask in zip(_views(keep, w), m, strict=True) if isinstance(mask, Tensor)]
+    torch._foreach_copy_([k for k, _ in pairs], [mask for _, mask in pairs])
+    return keep
+
+
+def _save_bucket(tensors: list[Tensor]) -> Saved:
+    return Saved(tensors, _flat_copies(tensors, tensors[0].dtype)[1])
+
+
+def _flat_copies(
+    tensors: list[Tensor], dtype: torch.dtype, like: list[Tensor] | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """Copy the tensors into one flat buffer; return it and its views, shaped and strided as `like`."""
+    flat = torch.empty(sum(t.numel() for t in tensors), dtype=dtype, device=tensors[0].device)
+    views = _views(flat, like or tensors)
+    torch._foreach_copy_(views, tensors)
+    return flat, views
+
+
+def _views(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """Cut a flat buffer into tensors with the shapes and, where they are dense, the strides of `like`."""
+    pieces = torch.split(flat, [t.numel() for t in like])
+    return [
+        piece.view(t.shape) if t.is_contiguous() else piece.as_strided(t.shape, _dense_strides(t))
+        for piece, t in zip(pieces, like, strict=True)
+    ]
+
+
+def _dense_strides(t: Tensor) -> tuple[int, ...]:
+    """Return the strides torch gives to a dense copy of t: t's own if t is dense, so kernels can be fused."""
+    if t.is_contiguous(memory_format=torch.channels_last):
+        return t.stride()
+    return torch.empty_like(t, device="meta").stride()
+
+
+def _accumulation_dtype(t: Tensor) -> torch.dtype:
+    return torch.float64 if t.dtype == torch.float64 else torch.float32
+
+
+def _buckets(entries: Iterable[tuple[Hashable, Tensor, int]]) -> Iterable[list[int]]:
+    """Group the indices of tensors that one kernel can treat: equal key, device and dtype."""
+    buckets: dict[Hashable, list[int]] = {}
+    for key, tensor, index in entries:
+        buckets.setdefault((key, tensor.device, tensor.dtype), []).append(index)
+    return buckets.values()

@@ -1,0 +1,105 @@
+"""What :class:`sparsam.SAM` refuses, before anything changes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def check_base(base: Any) -> None:
+    """Refuse base optimizers that cannot take the second half of a SAM step."""
+    name = type(base).__name__
+    if not isinstance(base, Optimizer):
+        raise TypeError(f"base_optimizer must make a torch.optim.Optimizer, but made {name}")
+    if hasattr(base, "first_step"):
+        raise TypeError(f"base_optimizer must be a plain optimizer, but {name} is a SAM itself")
+    closure = inspect.signature(type(base).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"base_optimizer must step without a closure, but {name} needs one and would call it at weights "
+            f"that SAM knows nothing of"
+        )
+    if "rho" in base.defaults:
+        raise ValueError(
+            f"base_optimizer must not have a group option named 'rho', which is SAM's radius, but {name} has one"
+        )
+    for i, group in enumerate(base.param_groups):
+        if group.get("maximize"):
+            raise ValueError(
+                f"maximize must be False, but is True in parameter group {i}: SAM perturbs towards a higher loss "
+                f"and descends. Minimize the negative instead"
+            )
+    check_params(base)
+
+
+def check_params(base: Optimizer) -> None:
+    """Refuse parameters that are missing, given twice or not real numbers."""
+    params = [p for group in base.param_groups for p in group["params"]]
+    if not params:
+        raise ValueError("params must hold at least one parameter, but is empty")
+    seen: dict[Tensor, int] = {}
+    for i, p in enumerate(params):
+        if p in seen:
+            raise ValueError(
+                f"params must hold each parameter once, but parameters {seen[p]} and {i} are the same tensor of "
+                f"shape {tuple(p.shape)}"
+            )
+        seen[p] = i
+        if not p.is_floating_point():
+            raise ValueError(f"params must be real floating-point tensors, but parameter {i} is {p.dtype}")
+
+
+def check_gradients(params: Sequence[Tensor]) -> None:
+    """Refuse to perturb without any gradient, or by a sparse one."""
+    grads = [(i, p.grad) for i, p in enumerate(params) if p.grad is not None]
+    if not grads:
+        raise RuntimeError("no parameter has a gradient: call backward() before the weights are perturbed")
+    for i, grad in grads:
+        if grad.layout != torch.strided:
+            raise RuntimeError(
+                f"gradients must be dense, but that of parameter {i} has the layout {grad.layout}; build the "
+                f"embedding with sparse=False"
+            )
+
+
+def check_state(state_dict: dict[str, Any], settings: dict[str, Any], params: Sequence[Tensor]) -> dict[str, Any]:
+    """Refuse the state of something else; return sparsam's part of it."""
+    own = state_dict.get("sparsam")
+    if own is None:
+        raise ValueError(
+            "state_dict must come from SAM.state_dict(), but has no entry 'sparsam'; to start from the state of a "
+            "plain optimizer, call base_optimizer.load_state_dict(state_dict)"
+        )
+    shapes = [list(p.shape) for p in params]
+    if len(own["shapes"]) != len(shapes):
+        raise ValueError(
+            f"state_dict is of another model: it has {len(own['shapes'])} parameters, this optimizer {len(shapes)}"
+        )
+    for i, (saved, here) in enumerate(zip(own["shapes"], shapes, strict=True)):
+        if list(saved) != here:
+            raise ValueError(
+                f"state_dict is of another model: parameter {i} has shape {tuple(saved)} there and {tuple(here)} here"
+            )
+    differences = _differences(own["settings"], settings)
+    if differences:
+        raise ValueError(
+            f"state_dict is of a run with other settings: {'; '.join(differences)}. Build the optimizer and its "
+            f"mask as they were, or load the base optimizer's part alone with base_optimizer.load_state_dict()"
+        )
+    return dict(own)
+
+
+def _differences(saved: dict[str, Any], here: dict[str, Any], prefix: str = "") -> list[str]:
+    found = []
+    for name in {**saved, **here}:
+        one, other = saved.get(name), here.get(name)
+        if isinstance(one, dict) and isinstance(other, dict):
+            found += _differences(one, other, f"{prefix}{name}.")
+        elif one != other:
+            found.append(f"{prefix}{name} was {one!r} and is {other!r}")
+    return found
