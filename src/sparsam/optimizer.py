@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsam.checks import check_rho
+from sparsam.distributed import of_rank_zero
 from sparsam.masks import DenseMask, Mask
 from sparsam.masks.selection import expand, settle
 from sparsam.passes import SecondPass
@@ -327,8 +328,10 @@ class SAM(Optimizer):
         previous = None if self._selection is None else [self._selection[i] for i in indices]
         selection: Selection = [False] * len(params)
         if subset:
-            chosen = settle(self.mask.select(subset, self._steps, previous), subset)
-            for i, m in zip(indices, chosen, strict=True):
+            chosen = self.mask.select(subset, self._steps, previous)
+            if self.mask.differs_by_rank:
+                chosen = of_rank_zero(chosen, subset)
+            for i, m in zip(indices, settle(chosen, subset), strict=True):
                 selection[i] = m
         self._selection, self._trainable = selection, trainable
 

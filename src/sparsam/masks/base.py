@@ -29,6 +29,9 @@ class Mask(ABC):
     fixed_settings: ClassVar[tuple[str, ...]] = ("interval",)
     """Names of the attributes that must be the same when a run is resumed."""
 
+    differs_by_rank: ClassVar[bool] = True
+    """Whether processes that train one model together could select different weights."""
+
     model: nn.Module | None = None
     """The model the mask looks at, if any; the default for the optimizer's `model`."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -12,6 +13,8 @@ from sparsam.perturbation import Selection
 
 class DenseMask(Mask):
     """Perturbs every weight: plain SAM, and what `mask=None` means."""
+
+    differs_by_rank: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()

@@ -74,10 +74,9 @@ class DynamicMask(SparseMask):
         if previous is None:
             previous = largest(chance(START), perturbed_count(total, self.sparsity))
         g = flatten(p.grad if p.grad is not None else torch.zeros_like(p) for p in params).abs()
-        if self.criterion == "random":
-            flatness = chance(DROP)
-        else:
-            flatness = -g if self.criterion == "flattest" else g
-        drop = largest(flatness.where(previous, -torch.inf), self.drop_count(total, step))
+        order = {"flattest": -g, "sharpest": g}.get(self.criterion)
+        if order is None:
+            order = chance(DROP)
+        drop = largest(order.where(previous, -torch.inf), self.drop_count(total, step))
         drop &= torch.isfinite(g).all()
         return chance(GROW).where(~previous, KEPT).where(~drop, DROPPED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -25,6 +26,7 @@ class NormMask(Mask):
         model: The network that is trained.
     """
 
+    differs_by_rank: ClassVar[bool] = False
     model: nn.Module
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,0 +1,190 @@
+"""What sparsam computes, written slowly: float64, loops over single weights, no foreach, no masks classes.
+
+The network is torch's (its gradients are not what is being checked); everything that an optimizer does with
+a gradient is spelled out here from the paper's formulas. Parameters are lists of flat Python-indexable
+float64 vectors in the optimizer's order; a mask is a list of bool lists.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import nn
+
+Vector = np.ndarray
+
+
+class Reference:
+    """SGD with momentum and weight decay, SAM, ASAM and SSAM on a float64 model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[nn.Module, int], torch.Tensor],
+        *,
+        lr: float,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        rho: float | None = None,
+        adaptive: bool = False,
+        mask: Callable[[Reference], list[Vector]] | None = None,
+        clip: float | None = None,
+        order: list[int] | None = None,
+    ) -> None:
+        self.model, self.loss = model, loss
+        self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
+        self.rho, self.adaptive, self.mask, self.clip = rho, adaptive, mask, clip
+        params = [p for p in model.parameters() if p.requires_grad]
+        self.params = params if order is None else [params[i] for i in order]
+        self.velocity = [np.zeros(p.numel()) for p in self.params]
+        self.step_count = 0
+        self.m: list[Vector] | None = None
+
+    def step(self, micro_batches: int = 1) -> float:
+        """Take one step, rho None meaning the base optimizer; return the loss at w."""
+        w = [self.read(p) for p in self.params]
+        random_state = torch.get_rng_state()
+        value, g = self.gradient(micro_batches)
+        self.g = g
+        if self.rho is not None:
+            after_first = torch.get_rng_state()
+            statistics = {k: b.clone() for k, b in self.model.named_buffers()}
+            self.m = self.mask(self) if self.mask else [np.ones(len(v), dtype=bool) for v in w]
+            for p, values in zip(self.params, self.perturbed(w, g, self.m), strict=True):
+                self.write(p, values)
+            torch.set_rng_state(random_state)
+            _, g = self.gradient(micro_batches)
+            torch.set_rng_state(after_first)
+            for k, b in self.model.named_buffers():
+                b.copy_(statistics[k])
+        for p, values, gradient, v in zip(self.params, w, g, self.velocity, strict=True):
+            for i in range(len(values)):
+                v[i] = self.momentum * v[i] + gradient[i] + self.weight_decay * values[i]
+            self.write(p, np.array([values[i] - self.lr * v[i] for i in range(len(values))]))
+        self.step_count += 1
+        return value
+
+    def perturbed(self, w: list[Vector], g: list[Vector], m: list[Vector]) -> list[Vector]:
+        """Return w + eps: rho g / |g| m, or rho w² g / ||w| g| m."""
+        square = 0.0
+        for wt, gt in zip(w, g, strict=True):
+            for wi, gi in zip(wt, gt, strict=True):
+                square += (abs(wi) * gi) ** 2 if self.adaptive else gi**2
+        norm = math.sqrt(square)
+        result = []
+        for wt, gt, mt in zip(w, g, m, strict=True):
+            new = np.array(wt)
+            for i in range(len(wt)):
+                if mt[i] and norm > 0 and math.isfinite(norm):
+                    direction = wt[i] ** 2 * gt[i] if self.adaptive else gt[i]
+                    new[i] = wt[i] + self.rho * direction / norm
+            result.append(new)
+        return result
+
+    def gradient(self, micro_batches: int) -> tuple[float, list[Vector]]:
+        """Return the loss, a mean over micro-batches, and its gradient, clipped if asked for."""
+        total, g = 0.0, [np.zeros(p.numel()) for p in self.params]
+        for k in range(micro_batches):
+            loss = self.loss(self.model, k) / micro_batches
+            grads = torch.autograd.grad(loss, self.params, allow_unused=True)
+            total += loss.item()
+            for t, gradient in enumerate(grads):
+                if gradient is not None:
+                    g[t] += gradient.detach().reshape(-1).numpy()
+        if self.clip is not None:
+            norm = math.sqrt(sum(float(gi) ** 2 for gt in g for gi in gt))
+            g = [gt * min(1.0, self.clip / (norm + 1e-6)) for gt in g]
+        return total, g
+
+    @staticmethod
+    def read(p: torch.Tensor) -> Vector:
+        return p.detach().reshape(-1).numpy().copy()
+
+    @staticmethod
+    def write(p: torch.Tensor, values: Vector) -> None:
+        with torch.no_grad():
+            p.copy_(torch.from_numpy(values).view(p.shape))
+
+
+def count(total: int, sparsity: float) -> int:
+    return round((1 - sparsity) * total)
+
+
+def ranked(scores: list[float]) -> list[int]:
+    """Return indices from the largest to the smallest score, of equal ones the lower index first."""
+    return sorted(range(len(scores)), key=lambda i: (-scores[i], i))
+
+
+def split(flat: list[bool], sizes: list[int]) -> list[Vector]:
+    cuts = np.cumsum([0, *sizes])
+    return [np.array(flat[a:b], dtype=bool) for a, b in pairwise(cuts)]
+
+
+def top_k(scores: list[Vector], sparsity: float) -> list[Vector]:
+    """Return the k = round((1 - s) |w|) largest over all tensors together."""
+    flat = [float(v) for tensor in scores for v in tensor]
+    chosen = set(ranked(flat)[: count(len(flat), sparsity)])
+    return split([i in chosen for i in range(len(flat))], [len(t) for t in scores])
+
+
+def drop_and_grow(
+    m: list[Vector],
+    g: list[Vector],
+    *,
+    sparsity: float,
+    drop: float,
+    t: int,
+    total_steps: int,
+    growth: list[float],
+    drop_order: list[float],
+) -> list[Vector]:
+    """Return the SSAM-D update of m: drop the first N by `drop_order`, grow the first N by `growth`."""
+    before = [bool(b) for tensor in m for b in tensor]
+    size = len(before)
+    decay = drop / 2 * (1 + math.cos(math.pi * t / total_steps)) if t < total_steps else 0.0
+    number = min(round(decay * (1 - sparsity) * size), size - count(size, sparsity))
+    active = [i for i in ranked(drop_order) if before[i]]
+    idle = [i for i in ranked(growth) if not before[i]]
+    after = set(active[number:]) | set(idle[:number])
+    return split([i in after for i in range(size)], [len(tensor) for tensor in m])
+
+
+def fisher(model: nn.Module, loss_fn: Callable, x: torch.Tensor, y: torch.Tensor) -> list[Vector]:
+    """Return the mean over samples of the squared gradient of each sample's loss, BatchNorm in eval mode."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    was_training = model.training
+    model.eval()
+    total = [np.zeros(p.numel()) for p in params]
+    for i in range(len(x)):
+        for t, g in enumerate(sample_gradient(model, loss_fn, params, x[i], y[i])):
+            total[t] += g**2 / len(x)
+    model.train(was_training)
+    return total
+
+
+def signs_fisher(
+    model: nn.Module, loss_fn: Callable, x: torch.Tensor, y: torch.Tensor, signs: list[int], chunk: int
+) -> list[Vector]:
+    """Return the mean over samples of the squared signed sums of gradients, chunk by chunk."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    was_training = model.training
+    model.eval()
+    total = [np.zeros(p.numel()) for p in params]
+    for start in range(0, len(x), chunk):
+        signed = [np.zeros(p.numel()) for p in params]
+        for i in range(start, min(start + chunk, len(x))):
+            for t, g in enumerate(sample_gradient(model, loss_fn, params, x[i], y[i])):
+                signed[t] += signs[i] * g
+        for t, g in enumerate(signed):
+            total[t] += g**2 / len(x)
+    model.train(was_training)
+    return total
+
+
+def sample_gradient(model, loss_fn, params, x, y) -> list[Vector]:
+    loss = loss_fn(model(x[None]), y[None])
+    return [g.detach().reshape(-1).numpy().copy() for g in torch.autograd.grad(loss, params)]

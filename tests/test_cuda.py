@@ -1,0 +1,195 @@
+"""What only a GPU can show: no waiting, few kernels, graphs, several devices."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from cases import BASES, MASKS, magnitude, optimizer, same, task, weights
+from sparsam import SAM, DynamicMask, RandomMask, TopKMask
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+DETERMINISTIC_SCORES = ["none", "topk", "norm", "nm"]  # the others draw random numbers, which differ by device
+
+
+def cuda_task(**options):
+    t = task(**options)
+    return t._replace(model=t.model.cuda(), x=t.x.cuda(), y=t.y.cuda())
+
+
+@contextlib.contextmanager
+def no_waiting():
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_a_step_without_a_due_update_never_waits(mask, adaptive):
+    t = cuda_task(dtype=torch.float32, dropout=0.3)
+    opt = optimizer(t, mask, adaptive=adaptive)
+    opt.step(t.closure(opt))
+    with no_waiting():
+        opt.step(t.closure(opt))
+        opt.zero_grad()
+        t.loss().backward()
+        with opt.perturbed():
+            opt.zero_grad()
+            t.loss().backward()
+        opt.step()
+
+
+@pytest.mark.parametrize("mask", ["random", "dynamic"])
+def test_a_due_update_waits_in_one_place(mask):
+    t = cuda_task(dtype=torch.float32)
+    opt = optimizer(t, mask)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with pytest.warns(UserWarning, match="synchronizing") as record:
+            opt.step(t.closure(opt))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(record) == 1
+
+
+@pytest.mark.parametrize("mask", DETERMINISTIC_SCORES)
+@pytest.mark.parametrize("base", BASES)
+def test_cuda_equals_cpu(mask, base):
+    cpu, gpu = task(), cuda_task()
+    for t in (cpu, gpu):
+        opt = optimizer(t, mask, base)
+        for _ in range(5):
+            opt.step(t.closure(opt))
+    for a, b in zip(weights(cpu.model), weights(gpu.model), strict=True):
+        torch.testing.assert_close(a, b.cpu(), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("sparsity", [0.013, 0.5, 0.9])
+def test_counts_on_the_device(sparsity):
+    model = nn.Linear(1000, 999).cuda()
+    total = 1000 * 999 + 999
+    for mask in (
+        RandomMask(sparsity, interval=1),
+        DynamicMask(sparsity, interval=1, total_steps=9),
+        TopKMask(sparsity, lambda ps: [torch.zeros_like(p) for p in ps]),
+    ):
+        opt = SAM(model.parameters(), torch.optim.SGD, mask=mask, lr=0.1)
+        for _ in range(3):
+            opt.step(
+                lambda opt=opt: (opt.zero_grad(), model(torch.randn(4, 1000, device="cuda")).square().sum().backward())
+            )
+            assert sum(int(m.sum()) for m in opt.masks()) == round((1 - sparsity) * total)
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("mask", [None, RandomMask(0.5)])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_the_number_of_kernels_does_not_grow_with_the_number_of_layers(adaptive, mask, channels_last):
+    def kernels(layers):
+        model = nn.Sequential(*[nn.Conv2d(8, 8, 3) for _ in range(layers)]).cuda()
+        if channels_last:
+            model.to(memory_format=torch.channels_last)
+        opt = SAM(model.parameters(), torch.optim.SGD, mask=mask, adaptive=adaptive, lr=0.1)
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        with opt.perturbed():
+            pass
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler, opt.perturbed():
+            pass
+        return sum(event.count for event in profiler.key_averages())
+
+    few, many = kernels(3), kernels(24)
+    assert few > 0
+    assert many <= few + 6  # a foreach kernel takes some hundred tensors at once
+
+
+@pytest.mark.parametrize("mask", ["none", "random-fixed", "norm"])
+def test_a_whole_step_in_a_cuda_graph_equals_eager(mask):
+    """rho and lr are device tensors, so that schedules reach the captured step."""
+    results = []
+    for captured in (False, True):
+        t = cuda_task(dtype=torch.float32)
+        rho, lr = torch.tensor(0.1, device="cuda"), torch.tensor(0.05, device="cuda")
+        opt = SAM(
+            t.model.parameters(), torch.optim.SGD, rho=rho, mask=MASKS[mask](t), model=t.model, lr=lr, momentum=0.9
+        )
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):  # masks and momentum exist before the capture
+                opt.step(t.closure(opt))
+        torch.cuda.current_stream().wait_stream(stream)
+
+        def step(t=t, opt=opt):
+            opt.step(t.closure(opt))
+
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step()
+            step = graph.replay
+        for k in range(4):
+            rho.fill_(0.1 / (k + 1))
+            lr.fill_(0.05 / (k + 1))
+            step()
+        results.append(weights(t.model))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_on_several_devices():
+    on_cpu, on_gpu = nn.Parameter(torch.tensor([3.0])), nn.Parameter(torch.tensor([4.0], device="cuda"))
+    opt = SAM([on_cpu, on_gpu], torch.optim.SGD, rho=0.5, lr=0.1)
+    on_cpu.grad, on_gpu.grad = torch.tensor([3.0]), torch.tensor([4.0], device="cuda")
+    with opt.perturbed():
+        torch.testing.assert_close(on_cpu.detach(), torch.tensor([3.3]))
+        torch.testing.assert_close(on_gpu.detach().cpu(), torch.tensor([4.4]))
+    assert on_cpu.item() == 3.0
+    assert on_gpu.item() == 4.0
+    opt = SAM([on_cpu, on_gpu], torch.optim.SGD, mask=TopKMask(0.5, magnitude), rho=0.5, lr=0.1)
+    with opt.perturbed():
+        assert [m.item() for m in opt.masks()] == [False, True]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_dropout_draws_the_same_numbers_in_both_passes(mask):
+    t = cuda_task(dtype=torch.float32, dropout=0.5)
+    opt = optimizer(t, mask, rho=0.0)
+    losses = []
+    for _ in range(2):
+        opt.step(lambda: losses.append(t.closure(opt)().item()))
+    assert losses[0] == losses[1] != losses[2] == losses[3]
+
+
+def test_fp16_with_grad_scaler_overflows_and_recovers():
+    t = cuda_task(dtype=torch.float32)
+    opt = optimizer(t, "random")
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**40)
+    skipped = 0
+    for _ in range(30):
+        before = [p.detach().clone() for p in t.model.parameters()]
+        with torch.autocast("cuda", torch.float16):
+            opt.zero_grad()
+            scaler.scale(t.loss()).backward()
+            with opt.perturbed():
+                opt.zero_grad()
+                scaler.scale(t.loss()).backward()
+        scale = scaler.get_scale()
+        scaler.step(opt)
+        scaler.update()
+        if scaler.get_scale() < scale:
+            skipped += 1
+            assert same([p.detach() for p in t.model.parameters()], before)
+    assert 0 < skipped < 30
+    with torch.no_grad():
+        assert F.cross_entropy(t.model(t.x), t.y) < 1.0

@@ -1,0 +1,94 @@
+"""rho follows its formula, group by group, and goes on after a resume."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from sparsam import SAM, ConstantRho, CosineRho, InverseSqrtRho, ProportionalRho
+
+
+def optimizer(**options) -> SAM:
+    a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    return SAM([{"params": [a]}, {"params": [b], "rho": 0.4, "lr": 0.5}], torch.optim.SGD, rho=0.1, lr=1.0, **options)
+
+
+FORMULAS = {
+    "constant": (ConstantRho, {}, lambda t: 1.0),
+    "inverse square root": (InverseSqrtRho, {}, lambda t: 1 / math.sqrt(t)),
+    "cosine": (CosineRho, {"total_steps": 6}, lambda t: (1 + math.cos(math.pi * min(t - 1, 6) / 6)) / 2),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_formula(name, as_tensor):
+    cls, arguments, factor = FORMULAS[name]
+    opt = optimizer()
+    if as_tensor:
+        for group in opt.param_groups:
+            group["rho"] = torch.tensor(group["rho"], dtype=torch.float64)
+    tensors = [group["rho"] for group in opt.param_groups]
+    schedule = cls(opt, **arguments)
+    for t in range(1, 10):
+        assert schedule.get_last_rho() == pytest.approx([0.1 * factor(t), 0.4 * factor(t)], abs=1e-15)
+        if as_tensor:  # written in place: a captured CUDA graph goes on reading it
+            assert all(group["rho"] is tensor for group, tensor in zip(opt.param_groups, tensors, strict=True))
+        schedule.step()
+
+
+def test_cosine_ends_at_the_final_value():
+    opt = optimizer()
+    schedule = CosineRho(opt, total_steps=4, final=0.02)
+    for _ in range(9):
+        schedule.step()
+    assert schedule.get_last_rho() == pytest.approx([0.02, 0.02])
+
+
+def test_proportional_follows_any_learning_rate_scheduler():
+    opt = optimizer()
+    lr = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=10)
+    rho = ProportionalRho(opt)
+    opt._opt_called = True  # no training here: spare us the scheduler's warning
+    for t in range(11):
+        cosine = (1 + math.cos(math.pi * t / 10)) / 2
+        assert rho.get_last_rho() == pytest.approx([0.1 * cosine, 0.4 * cosine], abs=1e-9)
+        lr.step()
+        rho.step()
+
+
+@pytest.mark.parametrize("cls", [InverseSqrtRho, ProportionalRho])
+@pytest.mark.parametrize("built_before_loading", [False, True])
+def test_resume(cls, built_before_loading):
+    opt = optimizer()
+    schedule = cls(opt)
+    for t in range(5):
+        opt.param_groups[0]["lr"] = 1.0 / (t + 2)
+        schedule.step()
+    opt_state, schedule_state = opt.state_dict(), schedule.state_dict()
+
+    new = optimizer()
+    resumed = cls(new) if built_before_loading else None
+    new.load_state_dict(opt_state)
+    resumed = resumed or cls(new)
+    resumed.load_state_dict(schedule_state)
+    assert resumed.get_last_rho() == schedule.get_last_rho()
+    schedule.step()
+    resumed.step()
+    assert resumed.get_last_rho() == schedule.get_last_rho()
+
+
+def test_the_first_step_uses_rho_at_t_1_and_the_second_at_t_2():
+    w = nn.Parameter(torch.tensor([3.0, 4.0]))
+    opt = SAM([w], torch.optim.SGD, rho=1.0, lr=0.0)
+    schedule = InverseSqrtRho(opt)
+    for t in (1, 2, 3):
+        opt.zero_grad()
+        w.square().sum().backward()
+        with opt.perturbed():
+            torch.testing.assert_close(w.detach(), torch.tensor([3.0, 4.0]) * (1 + 1 / math.sqrt(t) / 5))
+        opt.step()
+        schedule.step()
