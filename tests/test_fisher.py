@@ -144,6 +144,21 @@ def test_nothing_is_disturbed(method, fails):
         assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_buffers_that_move_in_eval_mode_come_back():
+    class Counting(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 2)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x)
+
+    model = Counting()
+    diagonal_fisher(model, F.cross_entropy, torch.randn(4, 3), torch.zeros(4, dtype=torch.long))
+    assert model.calls == 0
+
+
 def test_frozen_and_unused_parameters():
     t = trained_task()
     t.model[0].weight.requires_grad_(False)

@@ -121,6 +121,12 @@ def test_weights_outside_the_mask_keep_their_bits():
     assert torch.signbit(w).tolist() == [True, False, True]
 
 
+def test_rho_zero_keeps_every_bit():
+    w = torch.tensor([-0.0, 1.0])
+    perturb([w], [torch.ones(2)], [True], [0.0])
+    assert torch.signbit(w).tolist() == [True, False]
+
+
 def test_rho_may_be_a_tensor():
     w, rho = torch.zeros(4), torch.tensor(2.0)
     perturb([w], [torch.ones(4)], [True], [rho])

@@ -106,7 +106,7 @@ def _perturbation(
         torch._foreach_mul_(eps, w)
         torch._foreach_mul_(eps, w)
     scale = rho / norm
-    usable = torch.isfinite(norm) & torch.isfinite(scale) & (scale > 0)
+    usable = torch.isfinite(scale) & (scale > 0)  # false for a norm of 0, inf or NaN, and for rho = 0
     flat.mul_(scale.to(flat.device, non_blocking=True))
     # Selected, not multiplied by zero: 0 * inf is NaN. And w + (-0.0) is w bit for bit, also for w = -0.0.
     flat.masked_fill_(~(_flat_mask(m, w, flat) & usable.to(flat.device, non_blocking=True)), -0.0)
