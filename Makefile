@@ -1,11 +1,11 @@
 # Everything runs inside .venv, which is made once and again only when these files change.
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint types doctest format clean
+.PHONY: help setup demo test lint types format clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -14,7 +14,6 @@ setup: $(READY)  ## make .venv with everything that development needs
 
 $(READY): pyproject.toml constraints.txt src/sparsam/_version.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch numpy
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
@@ -23,9 +22,6 @@ demo: $(READY)  ## train a small network on embedded data with SGD, SAM and spar
 
 test: $(READY)  ## all tests that need neither a GPU nor many minutes
 	$(BIN)/python -m pytest --numprocesses 2
-
-test-all: $(READY)  ## also the slow tests
-	SPARSAM_SLOW=1 $(BIN)/python -m pytest --numprocesses 2
 
 lint: $(READY)  ## ruff: lint and format
 	$(BIN)/ruff check .

@@ -28,7 +28,7 @@ class Reference:
         *,
         lr: float,
         momentum: float = 0.0,
-        weight_decay: float = 0.0,
+        weight_decay: float | Callable[[torch.Tensor], float] = 0.0,
         rho: float | None = None,
         adaptive: bool = False,
         mask: Callable[[Reference], list[Vector]] | None = None,
@@ -62,8 +62,9 @@ class Reference:
             for k, b in self.model.named_buffers():
                 b.copy_(statistics[k])
         for p, values, gradient, v in zip(self.params, w, g, self.velocity, strict=True):
+            decay = self.weight_decay(p) if callable(self.weight_decay) else self.weight_decay
             for i in range(len(values)):
-                v[i] = self.momentum * v[i] + gradient[i] + self.weight_decay * values[i]
+                v[i] = self.momentum * v[i] + gradient[i] + decay * values[i]
             self.write(p, np.array([values[i] - self.lr * v[i] for i in range(len(values))]))
         self.step_count += 1
         return value

@@ -12,6 +12,7 @@ import torch
 import sparsam
 from cases import BASES, MASKS, SPARSE, STEPS, optimizer, same, task, weights
 from sparsam import SAM
+from sparsam.masks import SparseMask
 
 every_mask = pytest.mark.parametrize("mask", MASKS)
 every_base = pytest.mark.parametrize("base", BASES)
@@ -22,6 +23,12 @@ def test_every_public_mask_is_registered():
     registered = {type(make(t)) for make in MASKS.values()}
     public = {c for c in vars(sparsam).values() if isinstance(c, type) and issubclass(c, sparsam.Mask)}
     assert public - {sparsam.Mask} <= registered
+
+
+def test_every_mask_with_a_sparsity_is_counted():
+    t = task()
+    with_sparsity = {type(m) for m in (make(t) for make in MASKS.values()) if isinstance(m, SparseMask)}
+    assert with_sparsity == {type(make(t, 0.5)) for make in SPARSE.values()}
 
 
 def train(t, opt, steps, scheduler=None):

@@ -97,9 +97,10 @@ def test_counts_on_the_device(sparsity):
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("mask", [None, RandomMask(0.5)])
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_the_number_of_kernels_does_not_grow_with_the_number_of_layers(adaptive, mask, channels_last):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_number_of_kernels_does_not_grow_with_the_number_of_layers(adaptive, mask, channels_last, dtype):
     def kernels(layers):
-        model = nn.Sequential(*[nn.Conv2d(8, 8, 3) for _ in range(layers)]).cuda()
+        model = nn.Sequential(*[nn.Conv2d(8, 8, 3) for _ in range(layers)]).to("cuda", dtype)
         if channels_last:
             model.to(memory_format=torch.channels_last)
         opt = SAM(model.parameters(), torch.optim.SGD, mask=mask, adaptive=adaptive, lr=0.1)
@@ -155,6 +156,21 @@ def test_a_whole_step_in_a_cuda_graph_equals_eager(mask):
         results.append(weights(t.model))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("cpu_first", [False, True])
+def test_weights_on_several_devices_while_the_gpu_is_busy(cpu_first):
+    """A copy from the GPU that does not wait would read what an earlier step left."""
+    busy = torch.randn(4096, 4096, device="cuda")
+    for k in range(1, 30):
+        on_cpu, on_gpu = nn.Parameter(torch.tensor([3.0 * k])), nn.Parameter(torch.tensor([4.0 * k], device="cuda"))
+        opt = SAM([on_cpu, on_gpu] if cpu_first else [on_gpu, on_cpu], torch.optim.SGD, rho=0.5 * k, lr=0.1)
+        on_cpu.grad, on_gpu.grad = on_cpu.detach().clone(), on_gpu.detach().clone()
+        for _ in range(4):
+            busy = busy @ busy / 64
+        with opt.perturbed():
+            torch.testing.assert_close(on_cpu.detach(), torch.tensor([3.3 * k]))
+            torch.testing.assert_close(on_gpu.detach().cpu(), torch.tensor([4.4 * k]))
 
 
 def test_weights_on_several_devices():

@@ -23,6 +23,7 @@ from sparsam import (
     Mask,
     NMMask,
     NormMask,
+    ProportionalRho,
     RandomMask,
     TopKMask,
     diagonal_fisher,
@@ -198,7 +199,7 @@ CONSTRUCTION = [
             nn.Sequential(LINEAR, nn.Flatten(0)), F.mse_loss, torch.ones(4, 3), torch.ones(4, 2), method="signs"
         ),
         ValueError,
-        "one output row for each sample, but 4 samples gave 8 rows",
+        "one output row for each sample, but 4 samples gave an output of shape (8,)",
     ),
 ]
 
@@ -228,6 +229,7 @@ PROTOCOL = [
     (lambda t, opt: opt.first_step(), "no parameter has a gradient: call backward()"),
     (lambda t, opt: opt.masks(), "there is no mask before the first step"),
     (lambda t, opt: opt.step(lambda: opt.first_step()), "first_step() or perturbed() cannot be called while the optimizer is inside the closure's first pass"),
+    (lambda t, opt: opt.step(lambda: opt.state_dict()), "state_dict() cannot be called while the optimizer is inside the closure's first pass"),
     (lambda t, opt: opt.step(lambda: opt.step()), "but the optimizer is inside the closure's first pass"),
 ]  # fmt: skip
 
@@ -298,6 +300,7 @@ def test_a_group_that_is_refused_is_not_added():
         ({"params": [w()], "rho": -1}, "rho of parameter group 1"),
         ({"params": [p, p]}, "are the same tensor"),
         ({"params": [next(t.model.parameters())]}, "more than one parameter group"),
+        ({"params": [w()], "maximize": True}, "maximize must be False, but is True in parameter group 1"),
     ]:
         with pytest.raises(ValueError, match=message), pytest.warns() if "same" in message else nullcontext():
             opt.add_param_group(group)
@@ -331,6 +334,18 @@ def test_fisher_mask_and_parameters_that_are_not_the_models():
     opt = SAM([*t.model.parameters(), extra], SGD, mask=mask, lr=0.1)
     with pytest.raises(ValueError, match=re.escape("scores has no entry for parameter 10 of shape (3,)")):
         opt.step(t.closure(opt))
+
+
+def test_norm_mask_of_another_model():
+    t = task()
+    opt = SAM(t.model.parameters(), SGD, mask=NormMask(nn.BatchNorm1d(3)), lr=0.1)
+    with pytest.raises(ValueError, match="shares no trainable normalisation layer with the optimizer"):
+        opt.step(t.closure(opt))
+
+
+def test_proportional_rho_at_lr_zero():
+    with pytest.raises(ValueError, match="lr of each group must be > 0 when ProportionalRho is built"):
+        ProportionalRho(SAM([w()], SGD, lr=0.0))
 
 
 def test_fisher_mask_and_a_dataset_without_targets():
@@ -378,10 +393,15 @@ def stepped(model, **options):
     return opt
 
 
+def sam_around_adam(model):
+    return SAM(model.parameters(), torch.optim.Adam, mask=RandomMask(0.5, interval=2))
+
+
 OTHER_STATES = [
     (lambda: SGD(two_layers().parameters(), lr=0.1), "has no entry 'sparsam'"),
     (lambda: stepped(nn.Sequential(nn.Linear(3, 4))), "another model: it has 2 parameters, this optimizer 4"),
     (lambda: stepped(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))), "another model: parameter 2 has shape (5, 4) there and (2, 4) here"),
+    (lambda: sam_around_adam(two_layers()), "base was 'Adam' and is 'SGD'"),
     (lambda: stepped(two_layers()), "mask.kind was 'DenseMask' and is 'RandomMask'"),
     (lambda: stepped(two_layers(), mask=RandomMask(0.8, interval=2)), "mask.sparsity was 0.8 and is 0.5"),
     (lambda: stepped(two_layers(), mask=RandomMask(0.5, interval=3)), "mask.interval was 3 and is 2"),

@@ -135,6 +135,12 @@ def test_masks_update_only_when_due():
     assert seen[0] == seen[1] == seen[2] != seen[3] == seen[4] == seen[5] != seen[6]
 
 
+def test_score_functions_with_defaults_are_called_without_arguments():
+    params = parameters([(4,)], torch.float32, 0)
+    mask = TopKMask(0.5, lambda scale=2.0: {p: p.abs() * scale for p in params})
+    assert int(chosen(mask, params)[0].sum()) == 2
+
+
 def test_topk_takes_lists_mappings_and_functions_without_arguments():
     params = parameters([(4,), (2, 3)], torch.float32, 0)
     by_list = chosen(TopKMask(0.5, lambda ps: [p.abs() for p in ps]), params)
@@ -217,6 +223,27 @@ def test_fisher_mask_draws_new_samples_at_each_update_from_its_own_generator():
     mask.select(params, 1, None)
     assert drawn == second
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_fisher_mask_on_data_that_draws_augmentations():
+    """Same seed and step, same mask, and the run's own random numbers are left alone."""
+    t = task(dropout=0.5)
+
+    class Noisy(TensorDataset):
+        def __getitem__(self, i):
+            x, y = super().__getitem__(i)
+            return x + torch.randn_like(x), y
+
+    mask = FisherMask(0.5, t.model, F.cross_entropy, Noisy(t.x, t.y), samples=10, interval=1)
+    params = list(t.model.parameters())
+    one, other, later = (flatten(chosen(mask, params, step)) for step in (0, 0, 1))
+    assert torch.equal(one, other)
+    assert not torch.equal(one, later)
+    opt = SAM(t.model.parameters(), torch.optim.SGD, mask=mask, lr=0.1)
+    losses = []
+    opt.param_groups[0]["rho"] = 0.0
+    opt.step(lambda: losses.append(t.closure(opt)().item()))  # warns if random numbers were disturbed
+    assert losses[0] == losses[1]
 
 
 def test_repr_says_what_matters():

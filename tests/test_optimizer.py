@@ -6,6 +6,7 @@ import copy
 import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -346,6 +347,144 @@ def test_grad_scaler_with_an_overflow():
             reference.step()
             close_32(t.model, reference.model)
     assert scaler.get_scale() == 2.0**8
+
+
+@pytest.mark.parametrize("mask", ["random", "dynamic", "fisher", "topk"])
+def test_a_skipped_step_that_is_due_for_a_mask_is_as_if_it_had_not_been(mask):
+    """The overflow comes in the second pass, after the mask was made; the retry makes the same mask."""
+    clean, skipping = task(), task()
+    masks = []
+    for t, overflows in ((clean, ()), (skipping, (0, 3))):
+        opt = optimizer(t, mask)
+        for step in range(5):
+            for attempt in range(2 if step in overflows else 1):
+                opt.zero_grad()
+                buffers = [b.clone() for b in t.model.buffers()]
+                t.loss().backward()
+                with opt.perturbed():
+                    opt.zero_grad()
+                    t.loss().backward()
+                if step in overflows and attempt == 0:  # what GradScaler does: it does not call step
+                    saved = opt.state_dict()
+                    for b, old in zip(t.model.buffers(), buffers, strict=True):
+                        b.copy_(old)
+                    if step == 3:  # a run that was saved here makes the same mask, too
+                        opt = optimizer(t, mask)
+                        opt.load_state_dict(saved)
+                    continue
+                opt.step()
+        masks.append(opt.masks())
+    assert same(*masks)
+    assert same(weights(clean.model), weights(skipping.model))
+
+
+def test_the_masks_seed_is_the_saved_runs():
+    one, other = task(), task()
+    opt = SAM(one.model.parameters(), torch.optim.SGD, mask=RandomMask(0.5, interval=1, seed=5), lr=0.1)
+    opt.step(one.closure(opt))
+    resumed = SAM(other.model.parameters(), torch.optim.SGD, mask=RandomMask(0.5, interval=1, seed=6), lr=0.1)
+    resumed.load_state_dict(opt.state_dict())
+    other.model.load_state_dict(one.model.state_dict())
+    opt.step(one.closure(opt))
+    resumed.step(other.closure(resumed))
+    assert same(opt.masks(), resumed.masks())
+
+
+def test_numpy_numbers_leave_plain_values_in_the_state(tmp_path):
+    t = task()
+    mask = sparsam.NMMask(np.int64(2), np.int64(4), magnitude, interval=np.int64(3))
+    opt = SAM(t.model.parameters(), torch.optim.SGD, rho=np.float32(0.1), mask=mask, lr=0.1)
+    opt.add_param_group({"params": [nn.Parameter(torch.ones(2))], "rho": np.float64(0.2)})
+    opt.step(t.closure(opt))
+    torch.save(opt.state_dict(), tmp_path / "state.pt")
+    torch.load(tmp_path / "state.pt", weights_only=True)
+
+
+def test_resuming_a_two_step_run_is_bit_exact():
+    """In the order of docs/loops.md: random numbers first."""
+
+    def step(t, opt):
+        t.loss().backward()
+        opt.first_step(zero_grad=True)
+        t.loss().backward()
+        opt.second_step(zero_grad=True)
+
+    whole, resumed = task(dropout=0.5), task(dropout=0.5)
+    torch.manual_seed(1)
+    opt = optimizer(whole, "dynamic")
+    for _ in range(2):
+        step(whole, opt)
+    saved = copy.deepcopy({"model": whole.model.state_dict(), "opt": opt.state_dict(), "rng": torch.get_rng_state()})
+    for _ in range(3):
+        step(whole, opt)
+    again = optimizer(resumed, "dynamic")
+    torch.manual_seed(99)
+    resumed.model.load_state_dict(saved["model"])
+    torch.set_rng_state(saved["rng"])
+    again.load_state_dict(saved["opt"])
+    for _ in range(3):
+        step(resumed, again)
+    assert same(weights(whole.model), weights(resumed.model))
+
+
+def test_statistics_that_a_layer_replaces_move_once():
+    class Running(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("running_mean", torch.zeros(3))
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            self.running_mean = 0.9 * self.running_mean + 0.1 * x.mean(0).detach()
+            return x * self.weight
+
+    model, x = Running(), torch.ones(2, 3)
+    opt = SAM(model.parameters(), torch.optim.SGD, model=model, lr=0.1)
+    opt.step(lambda: (opt.zero_grad(), model(x).sum().backward()))
+    torch.testing.assert_close(model.running_mean, torch.full((3,), 0.1))
+
+
+def test_a_failure_on_the_way_to_the_second_pass_leaves_w(monkeypatch):
+    t = task()
+    opt = optimizer(t)
+    t.loss().backward()
+    before = weights(t.model)
+
+    def fails(*_):
+        raise MemoryError
+
+    monkeypatch.setattr("sparsam.passes.SavedBuffers", fails)
+    with pytest.raises(MemoryError), opt.perturbed():
+        pass
+    assert same(weights(t.model), before)
+    monkeypatch.undo()
+    opt.step(t.closure(opt))
+
+
+def test_the_warning_may_be_an_error_and_still_leaves_everything_in_order():
+    t = task(dropout=0.5)
+    opt = optimizer(t)
+    opt.zero_grad()
+    torch.rand(1)
+    t.loss().backward()
+    before = weights(t.model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="drew different amounts"), opt.perturbed():
+            t.loss().backward()
+    assert same(weights(t.model), before)
+    opt.step(t.closure(opt))
+
+
+def test_compiled_models():
+    eager, compiled = task(dropout=0.3), task(dropout=0.3)
+    for t, network in ((eager, eager.model), (compiled, torch.compile(compiled.model, backend="aot_eager"))):
+        torch.manual_seed(0)
+        run = t._replace(model=network)
+        opt = SAM(network.parameters(), torch.optim.SGD, rho=0.1, mask=sparsam.NormMask(network), lr=0.1)
+        for _ in range(2):
+            opt.step(run.closure(opt))
+    close(eager.model, compiled.model, 1e-10)
 
 
 def close_32(model, reference):

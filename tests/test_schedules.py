@@ -81,6 +81,33 @@ def test_resume(cls, built_before_loading):
     assert resumed.get_last_rho() == schedule.get_last_rho()
 
 
+def test_a_new_schedule_starts_from_the_present_rho():
+    opt = optimizer()
+    InverseSqrtRho(opt)
+    opt.param_groups[0]["rho"] = 0.5
+    assert CosineRho(opt, 10).get_last_rho() == [0.5, 0.4]
+    assert "initial_rho" not in opt.param_groups[0]
+    assert "initial_lr" not in opt.param_groups[0]
+
+
+def test_groups_that_share_a_tensor_go_separate_ways():
+    shared = torch.tensor(0.1)
+    a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    opt = SAM([{"params": [a], "lr": 1.0}, {"params": [b], "lr": 1.0}], torch.optim.SGD, rho=shared, lr=1.0)
+    schedule = ProportionalRho(opt)
+    opt.param_groups[0]["lr"] = 0.5
+    schedule.step()
+    assert schedule.get_last_rho() == pytest.approx([0.05, 0.1])
+
+
+def test_proportional_without_a_scheduler():
+    opt = optimizer()
+    schedule = ProportionalRho(opt)
+    opt.param_groups[1]["lr"] = 0.25
+    schedule.step()
+    assert schedule.get_last_rho() == pytest.approx([0.1, 0.2])
+
+
 def test_the_first_step_uses_rho_at_t_1_and_the_second_at_t_2():
     w = nn.Parameter(torch.tensor([3.0, 4.0]))
     opt = SAM([w], torch.optim.SGD, rho=1.0, lr=0.0)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from sparsam.masks.selection import expand, flatten, unflatten
-from sparsam.perturbation import Selection
+from sparsam.masks.selection import Selection, expand, flatten, unflatten
 
 
 def of_rank_zero(selection: Sequence[Tensor | bool], params: Sequence[Tensor]) -> Selection:

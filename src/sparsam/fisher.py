@@ -25,8 +25,8 @@ from torch.func import functional_call, grad, vmap
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sparsam.checks import check_choice, check_whole
-from sparsam.passes import random_state, set_random_state
-from sparsam.perturbation import restore, save
+from sparsam.passes import SavedBuffers
+from sparsam.randomness import random_numbers_apart
 
 METHODS = ("exact", "signs")
 SIGNS_CHUNK = 32  # larger chunks cost less and are noisier; docs/fisher.md has the figures
@@ -50,8 +50,7 @@ def diagonal_fisher(
 
     Args:
         model: Any module; `model(inputs)` is called (`model(*inputs)` for a tuple, `model(**inputs)` for a dict).
-        loss_fn: `loss_fn(outputs, targets)`; called for one sample at a time, so mean- and sum-reduced
-            losses give the same.
+        loss_fn: `loss_fn(outputs, targets)`, called for one sample at a time, so that it may be mean-reduced.
         inputs: A tensor whose first dimension is the sample, or a tuple or dict of such tensors.
         targets: The same for the targets.
         method: "exact" or "signs", see the module's text.
@@ -69,23 +68,27 @@ def diagonal_fisher(
         raise ValueError("model has no parameter that requires a gradient, so it has no Fisher information")
 
     chunk = chunk_size or (SIGNS_CHUNK if method == "signs" else 1)
-    signs = torch.randint(0, 2, (samples,), generator=generator, device=_device(generator)) * 2 - 1
+    signs = _random_signs(samples, generator) if method == "signs" else None
     total = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in params]
     with _undisturbed(model), torch.enable_grad():
         for start in range(0, samples, chunk):
             stop = min(start + chunk, samples)
-            x, y, s = _slice((inputs, targets, signs), start, stop)
-            if method == "signs":
-                gradients = [_signed_gradient(model, loss_fn, params, x, y, s)]
+            x, y = _slice((inputs, targets), start, stop)
+            if signs is not None:
+                gradients = _signed_gradient(model, loss_fn, params, x, y, signs[start:stop])
             elif chunk_size is None:
-                gradients = [_gradient(_loss(loss_fn, _call(model, x), y), params)]
+                gradients = _gradient(_loss(loss_fn, _call(model, x), y), params)
             else:
                 gradients = _each_gradient(model, loss_fn, x, y)
-            for gradient in gradients:
-                squares = [g.to(t.dtype).square() for g, t in zip(gradient, total, strict=True)]
-                torch._foreach_add_(total, squares)
+            for sum_of_squares, g in zip(total, gradients, strict=True):
+                sum_of_squares += g.to(sum_of_squares.dtype).square().sum(0)
     torch._foreach_div_(total, samples)
     return total
+
+
+def _random_signs(count: int, generator: torch.Generator | None) -> Tensor:
+    device = "cpu" if generator is None else generator.device
+    return torch.randint(0, 2, (count,), generator=generator, device=device) * 2 - 1
 
 
 def _signed_gradient(
@@ -93,18 +96,18 @@ def _signed_gradient(
 ) -> list[Tensor]:
     """Return the gradient of the sum of the chunk's losses, each multiplied by its sign."""
     outputs = _call(model, x)
-    rows = len(tree_leaves(outputs)[0])
-    if rows != len(signs):
+    shape = tree_leaves(outputs)[0].shape
+    if not shape or shape[0] != len(signs):
         raise ValueError(
-            f"method='signs' needs one output row for each sample, but {len(signs)} samples gave {rows} "
-            f"rows; method='exact' does without"
+            f"method='signs' needs one output row for each sample, but {len(signs)} samples gave an output of shape "
+            f"{tuple(shape)}; method='exact' does without"
         )
-    losses = torch.stack([_loss(loss_fn, *_slice((outputs, y), i, i + 1)) for i in range(rows)])
+    losses = torch.stack([_loss(loss_fn, *_slice((outputs, y), i, i + 1)) for i in range(len(signs))])
     return _gradient((losses * signs.to(losses.device)).sum(), params)
 
 
-def _each_gradient(model: nn.Module, loss_fn: Loss, x: Any, y: Any) -> list[list[Tensor]]:
-    """Return the gradient of each of the chunk's samples."""
+def _each_gradient(model: nn.Module, loss_fn: Loss, x: Any, y: Any) -> list[Tensor]:
+    """Return the gradients of the chunk's samples, stacked along a new first dimension."""
     trainable = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
     def sample_loss(weights: dict[str, Tensor], x: Any, y: Any) -> Tensor:
@@ -112,20 +115,16 @@ def _each_gradient(model: nn.Module, loss_fn: Loss, x: Any, y: Any) -> list[list
         args, kwargs = _arguments(x)
         return _loss(loss_fn, functional_call(model, weights, args, kwargs), y)
 
-    stacked = vmap(grad(sample_loss), in_dims=(None, 0, 0))(trainable, x, y).values()
-    return [list(gradient) for gradient in zip(*stacked, strict=True)]
+    return list(vmap(grad(sample_loss), in_dims=(None, 0, 0))(trainable, x, y).values())
 
 
 def _gradient(loss: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
-    return list(torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True))
+    """Return one gradient, with a first dimension of size 1."""
+    return [g[None] for g in torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True)]
 
 
 def _loss(loss_fn: Loss, outputs: Any, targets: Any) -> Tensor:
     return loss_fn(outputs, targets).sum()
-
-
-def _device(generator: torch.Generator | None) -> torch.device:
-    return torch.device("cpu") if generator is None else generator.device
 
 
 def _call(model: nn.Module, x: Any) -> Any:
@@ -144,7 +143,7 @@ def _slice(tree: Any, start: int, stop: int) -> Any:
 
 
 def _sample_count(inputs: Any, targets: Any) -> int:
-    counts = {len(t) for t in tree_leaves((inputs, targets)) if isinstance(t, Tensor)}
+    counts = {len(t) if t.dim() else 0 for t in tree_leaves((inputs, targets)) if isinstance(t, Tensor)}
     if len(counts) != 1 or 0 in counts:
         raise ValueError(
             f"inputs and targets must be tensors with the same, positive number of samples, but have "
@@ -157,15 +156,15 @@ def _sample_count(inputs: Any, targets: Any) -> int:
 def _undisturbed(model: nn.Module) -> Iterator[None]:
     """Put the model into eval mode; afterwards everything but the gradient asked for is as before."""
     modes = [(module, module.training) for module in model.modules()]
-    buffers, numbers = save(model.buffers()), random_state(model)
-    try:
-        model.eval()
-        for module in model.modules():
-            if isinstance(module, nn.RNNBase) and not module.dropout:
-                module.train()  # the same function, and cuDNN refuses its backward pass in eval mode
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        restore(buffers)
-        set_random_state(numbers)
+    buffers = SavedBuffers(model)
+    with random_numbers_apart(p.device for p in model.parameters()):
+        try:
+            model.eval()
+            for module in model.modules():
+                if isinstance(module, nn.RNNBase) and not module.dropout:
+                    module.train()  # the same function, and cuDNN refuses its backward pass in eval mode
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+            buffers.restore()

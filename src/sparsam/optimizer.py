@@ -28,10 +28,11 @@ from torch.optim import Optimizer
 from sparsam.checks import check_rho
 from sparsam.distributed import of_rank_zero
 from sparsam.masks import DenseMask, Mask
-from sparsam.masks.selection import expand, settle
+from sparsam.masks.selection import Selection, copied, expand, rewritten, settle
+from sparsam.optimizer_checks import check_base, check_gradients, check_groups, check_state
 from sparsam.passes import SecondPass
-from sparsam.perturbation import Saved, Selection, perturb, restore
-from sparsam.validation import check_base, check_gradients, check_params, check_state
+from sparsam.perturbation import Saved, perturb, restore
+from sparsam.randomness import random_numbers_apart
 
 Closure = Callable[[], Any]
 
@@ -56,12 +57,14 @@ class SAM(Optimizer):
 
         loss = opt.step(closure)                # closure: zero_grad, forward, backward, return loss; called twice
 
-        loss_fn(model(x), y).backward()         # in two steps
+        opt.zero_grad()                         # in two steps
+        loss_fn(model(x), y).backward()
         opt.first_step(zero_grad=True)
         loss_fn(model(x), y).backward()
-        opt.second_step(zero_grad=True)
+        opt.second_step()
 
-        loss_fn(model(x), y).backward()         # as a context, for instance with a GradScaler
+        opt.zero_grad()                         # as a context, for instance with a GradScaler
+        loss_fn(model(x), y).backward()
         with opt.perturbed():
             opt.zero_grad()
             loss_fn(model(x), y).backward()
@@ -134,17 +137,20 @@ class SAM(Optimizer):
             raise TypeError(f"mask must be a sparsam mask or None, but is {mask!r}")
         for i, group in enumerate(base.param_groups):
             check_rho(group.get("rho", rho), f"rho of parameter group {i}")
+        rho = _plain(rho)
         self.base_optimizer = base
         self.mask = DenseMask() if mask is None else mask
         self.adaptive = bool(adaptive)
         self._second_pass = SecondPass(self.mask.model if model is None else model)
-        self._steps = 0
+        self.steps = 0  # taken so far
         self._selection: Selection | None = None
+        self._before_update: Selection | None = None  # what it was before the latest update ...
+        self._updated_at = -1  # ... which was made for this step
         self._trainable: list[bool] = []
         self._saved: list[Saved] = []
         self._phase = Phase.IDLE
         for group in base.param_groups:
-            group.setdefault("rho", rho)
+            group["rho"] = _plain(group.get("rho", rho))
         # Not Optimizer.__init__, which would make groups and state of its own.
         super().__setstate__({"defaults": {**base.defaults, "rho": rho}})
 
@@ -171,15 +177,17 @@ class SAM(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters; the mask is made anew in the next step."""
         self._refuse_while_perturbed("add_param_group")
-        group = {"rho": self.defaults["rho"], **param_group}
-        check_rho(group["rho"], f"rho of parameter group {len(self.param_groups)}")
-        self.base_optimizer.add_param_group(group)
+        rho = param_group.get("rho", self.defaults["rho"])
+        check_rho(rho, f"rho of parameter group {len(self.param_groups)}")
+        self.base_optimizer.add_param_group({**param_group, "rho": _plain(rho)})
         try:
-            check_params(self.base_optimizer)
+            check_groups(self.base_optimizer)
         except ValueError:
             self.param_groups.pop()
             raise
-        self._selection = None
+        not_perturbed = [False] * len(self.param_groups[-1]["params"])
+        self._selection = None if self._selection is None else [*self._selection, *not_perturbed]
+        self._before_update = None if self._before_update is None else [*self._before_update, *not_perturbed]
 
     # ------------------------------------------------------------------------------------------- the step
 
@@ -206,8 +214,7 @@ class SAM(Optimizer):
                     f"optimizer is {self._phase.value}: SAM needs two gradients. Pass a closure, or call "
                     "first_step() after the first backward pass"
                 )
-            if self._phase is Phase.PERTURBED:
-                self._leave(Phase.READY)
+            self._leave(Phase.READY)
             return self._base_step()
         self._refuse_while_perturbed("step(closure)")
         with torch.enable_grad():
@@ -238,10 +245,14 @@ class SAM(Optimizer):
             adaptive=self.adaptive,
         )
         self._phase = Phase.PERTURBED
-        torch.clear_autocast_cache()  # a cast of w would otherwise be taken for one of w + eps
-        self._second_pass.begin()
-        if zero_grad:
-            self.zero_grad()
+        try:
+            torch.clear_autocast_cache()  # a cast of w would otherwise be taken for one of w + eps
+            self._second_pass.begin()
+            if zero_grad:
+                self.zero_grad()
+        except BaseException:
+            self.restore()
+            raise
 
     def second_step(self, zero_grad: bool = False) -> None:
         """Go back to w, bit for bit, and take the base step with the gradients now in `.grad`.
@@ -267,14 +278,11 @@ class SAM(Optimizer):
         except BaseException:
             self.restore()
             raise
-        if self._phase is Phase.PERTURBED:
-            self._leave(Phase.READY)
+        self._leave(Phase.READY)
 
     def restore(self) -> None:
         """Give up a step that `first_step` began: go back to w, bit for bit. Does nothing between steps."""
-        if self._phase is Phase.PERTURBED:
-            self._leave(Phase.IDLE)
-        self._phase = Phase.IDLE
+        self._leave(Phase.IDLE)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients. Between two steps, the next step starts here, whatever was pending."""
@@ -287,6 +295,22 @@ class SAM(Optimizer):
         if self._selection is None:
             raise RuntimeError("there is no mask before the first step: it is made in that step")
         return [m.clone() for m in expand(self._selection, self._params_and_rhos()[0])]
+
+    @property
+    def selection(self) -> Selection | None:
+        """The mask as it is stored: for each parameter a bool tensor, or one bool for all of it; at first None.
+
+        An update writes into the same tensors, in the same list, unless it turns a tensor into a bool or back: what a
+        captured CUDA graph reads stays where it is as long as the list is the same object.
+        """
+        return self._selection
+
+    def mask_is_due(self) -> bool:
+        """Tell whether the next step makes the mask anew."""
+        trainable = [p.requires_grad for group in self.param_groups for p in group["params"]]
+        if self._selection is None or trainable != self._trainable:
+            return True
+        return self.mask.interval is not None and self.steps % self.mask.interval == 0
 
     def _start(self) -> None:
         self._phase = Phase.IDLE
@@ -301,39 +325,43 @@ class SAM(Optimizer):
             self._phase = Phase.IDLE
 
     def _leave(self, phase: Phase) -> None:
-        """Go back from w + eps to w."""
-        restore_weights, self._saved = self._saved, []
+        """Go back from w + eps to w, if that is where the weights are."""
+        if self._phase is not Phase.PERTURBED:
+            return
         with torch.no_grad():
-            restore(restore_weights)
+            restore(self._saved)
+            self._saved, self._phase = [], phase
             torch.clear_autocast_cache()
-            if phase is Phase.READY:
-                self._second_pass.check()
-            self._second_pass.end()
-        self._phase = phase
+            self._second_pass.end(complete=phase is Phase.READY)
 
     def _base_step(self) -> None:
         self.base_optimizer.step()
-        self._steps += 1
+        self.steps += 1
         self._start()
 
     def _update_mask(self, params: list[Tensor]) -> None:
         """Make the mask if this step is due for one. Frozen parameters are not part of it."""
-        trainable = [p.requires_grad for p in params]
-        known = self._selection is not None and trainable == self._trainable
-        interval = self.mask.interval
-        if known and (interval is None or self._steps % interval):
+        if not self.mask_is_due():
             return
         indices = [i for i, p in enumerate(params) if p.requires_grad]
         subset = [params[i] for i in indices]
-        previous = None if self._selection is None else [self._selection[i] for i in indices]
+        before = copied(self._settled_selection())
+        previous = None if before is None else [before[i] for i in indices]
         selection: Selection = [False] * len(params)
         if subset:
-            chosen = self.mask.select(subset, self._steps, previous)
+            with random_numbers_apart(p.device for p in subset):
+                chosen = self.mask.select(subset, self.steps, previous)
             if self.mask.differs_by_rank:
                 chosen = of_rank_zero(chosen, subset)
             for i, m in zip(indices, settle(chosen, subset), strict=True):
                 selection[i] = m
-        self._selection, self._trainable = selection, trainable
+        self._selection = rewritten(self._selection, selection)
+        self._before_update, self._updated_at = before, self.steps
+        self._trainable = [p.requires_grad for p in params]
+
+    def _settled_selection(self) -> Selection | None:
+        """Return the mask of the latest step that was taken: a step that is tried again updates the same mask again."""
+        return self._before_update if self._updated_at == self.steps else self._selection
 
     def _params_and_rhos(self) -> tuple[list[Tensor], list[float | Tensor]]:
         params: list[Tensor] = []
@@ -346,7 +374,9 @@ class SAM(Optimizer):
         return params, rhos
 
     def _refuse_while_perturbed(self, what: str) -> None:
-        if self._phase is Phase.PERTURBED or self._phase is Phase.FIRST_PASS:
+        if self._phase is Phase.FIRST_PASS:
+            raise RuntimeError(f"{what} cannot be called while the optimizer is {self._phase.value}")
+        if self._phase is Phase.PERTURBED:
             raise RuntimeError(
                 f"{what} cannot be called while the optimizer is {self._phase.value}; end the step first with "
                 "second_step(), or give it up with restore()"
@@ -360,10 +390,10 @@ class SAM(Optimizer):
         own = {
             "settings": self._settings(),
             "shapes": [list(p.shape) for p in self._params_and_rhos()[0]],
-            "steps": self._steps,
+            "steps": self.steps,
             "seed": self.mask.seed,
             "trainable": list(self._trainable),
-            "selection": None if self._selection is None else list(self._selection),
+            "selection": copied(self._settled_selection()),
         }
         return {**self.base_optimizer.state_dict(), "sparsam": own}
 
@@ -379,13 +409,18 @@ class SAM(Optimizer):
         self.base_optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != "sparsam"})
         selection = own["selection"]
         self._selection = None if selection is None else settle(selection, params)
+        self._updated_at = -1
         self._trainable = list(own["trainable"])
-        self._steps = own["steps"]
+        self.steps = own["steps"]
         self.mask.seed = own["seed"]
         self._start()
 
     def _settings(self) -> dict[str, Any]:
-        return {"adaptive": self.adaptive, "mask": self.mask.settings()}
+        return {
+            "base": type(self.base_optimizer).__name__,
+            "adaptive": self.adaptive,
+            "mask": self.mask.settings(),
+        }
 
     def __getstate__(self) -> dict[str, Any]:
         self._refuse_while_perturbed("copying or pickling")
@@ -396,3 +431,8 @@ class SAM(Optimizer):
             for name, value in self.__dict__.items()
             if name != "step" and not name.startswith("_optimizer_")
         }
+
+
+def _plain(rho: float | Tensor) -> float | Tensor:
+    """Return a plain float for whatever number was given, so that a state_dict holds nothing else."""
+    return rho if isinstance(rho, Tensor) else float(rho)

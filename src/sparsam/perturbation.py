@@ -21,9 +21,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-Selection = list[Tensor | bool]
-"""Which weights are perturbed, tensor by tensor: a bool tensor, or one bool for all weights of a tensor."""
-
 
 class Saved(NamedTuple):
     """Tensors and copies of what they held."""
@@ -69,12 +66,14 @@ def gradient_norm(params: Sequence[Tensor], grads: Sequence[Tensor], *, adaptive
         bucket = [grads[i] for i in indices]
         dtype = _accumulation_dtype(bucket[0])
         if adaptive:
-            bucket = _flat_copies(bucket, dtype)[1]
-            torch._foreach_mul_(bucket, [params[i] for i in indices])
-        norms += torch._foreach_norm(bucket, 2, dtype)
+            w = [params[i] for i in indices]
+            flat = _flat_copies(bucket, dtype, like=w)[0] * _flat_copies(w, dtype)[0]
+            norms.append(torch.linalg.vector_norm(flat))
+        else:
+            norms += torch._foreach_norm(bucket, 2, dtype)
     device = norms[0].device
     widest = max((n.dtype for n in norms), key=lambda dtype: dtype.itemsize)
-    together = torch.stack([n.to(device, widest, non_blocking=True) for n in norms])
+    together = torch.stack([n.to(device, widest) for n in norms])
     return torch.linalg.vector_norm(together)  # type: ignore[no-any-return]
 
 
@@ -103,13 +102,12 @@ def _perturbation(
     """Return eps for the tensors of one bucket."""
     flat, eps = _flat_copies(g, _accumulation_dtype(w[0]), like=w)
     if adaptive:
-        torch._foreach_mul_(eps, w)
-        torch._foreach_mul_(eps, w)
+        flat.mul_(_flat_copies(w, flat.dtype)[0].square_())
     scale = rho / norm
     usable = torch.isfinite(scale) & (scale > 0)  # false for a norm of 0, inf or NaN, and for rho = 0
-    flat.mul_(scale.to(flat.device, non_blocking=True))
+    flat.mul_(scale.to(flat.device))
     # Selected, not multiplied by zero: 0 * inf is NaN. And w + (-0.0) is w bit for bit, also for w = -0.0.
-    flat.masked_fill_(~(_flat_mask(m, w, flat) & usable.to(flat.device, non_blocking=True)), -0.0)
+    flat.masked_fill_(~(_flat_mask(m, w, flat) & usable.to(flat.device)), -0.0)
     if flat.dtype == w[0].dtype:
         return eps
     return _views(flat.to(w[0].dtype), w)

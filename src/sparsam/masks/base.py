@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from sparsam.checks import check_interval, check_whole
-from sparsam.perturbation import Selection
+from sparsam.masks.selection import Selection
 
 Setting = int | float | str | None
 
@@ -25,9 +25,6 @@ class Mask(ABC):
         interval: The mask is made anew every `interval` optimizer steps; None: made once, before the first.
         seed: Where the mask's own random numbers start; saved and restored with the optimizer's state.
     """
-
-    fixed_settings: ClassVar[tuple[str, ...]] = ("interval",)
-    """Names of the attributes that must be the same when a run is resumed."""
 
     differs_by_rank: ClassVar[bool] = True
     """Whether processes that train one model together could select different weights."""
@@ -53,9 +50,8 @@ class Mask(ABC):
         """
 
     def settings(self) -> dict[str, Setting]:
-        """Return what a resumed run must have in common with the saved one."""
-        names = {name: None for cls in reversed(type(self).mro()) for name in getattr(cls, "fixed_settings", ())}
-        return {"kind": type(self).__name__, **{name: getattr(self, name) for name in names}}
+        """Return what a resumed run must have in common with the saved one; a subclass adds its own."""
+        return {"kind": type(self).__name__, "interval": self.interval}
 
     def __repr__(self) -> str:
         kind, *rest = self.settings().items()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from sparsam.checks import check_choice, check_share, check_whole
+from sparsam.masks.base import Setting
 from sparsam.masks.selection import flatten, largest, perturbed_count, random_scores
 from sparsam.masks.sparsity import SparseMask
 
@@ -38,8 +38,6 @@ class DynamicMask(SparseMask):
         seed: Where the mask's own random numbers start.
     """
 
-    fixed_settings: ClassVar[tuple[str, ...]] = ("total_steps", "drop", "criterion")
-
     def __init__(
         self,
         sparsity: float,
@@ -55,6 +53,10 @@ class DynamicMask(SparseMask):
         check_choice("criterion", criterion, CRITERIA)
         super().__init__(sparsity, interval, seed)
         self.total_steps, self.drop, self.criterion = int(total_steps), float(drop), criterion
+
+    def settings(self) -> dict[str, Setting]:
+        """Return what a resumed run must have in common with the saved one."""
+        return {**super().settings(), "total_steps": self.total_steps, "drop": self.drop, "criterion": self.criterion}
 
     def drop_count(self, total: int, step: int) -> int:
         """Return how many of `total` weights an update before this step drops, and grows."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,11 @@ from torch.utils.data import Dataset, default_collate
 
 from sparsam.checks import check_choice, check_whole
 from sparsam.fisher import METHODS, diagonal_fisher
-from sparsam.masks.scores import scores_for
+from sparsam.masks.base import Setting
+from sparsam.masks.scores import match
 from sparsam.masks.selection import flatten, random_generator
 from sparsam.masks.sparsity import SparseMask
+from sparsam.randomness import random_numbers_apart
 
 
 class FisherMask(SparseMask):
@@ -35,7 +37,6 @@ class FisherMask(SparseMask):
             see :func:`sparsam.diagonal_fisher`.
     """
 
-    fixed_settings: ClassVar[tuple[str, ...]] = ("samples", "method")
     model: nn.Module
 
     def __init__(
@@ -66,11 +67,16 @@ class FisherMask(SparseMask):
         self.model, self.loss_fn, self.dataset = model, loss_fn, dataset
         self.samples, self.method = int(samples), method
 
+    def settings(self) -> dict[str, Setting]:
+        """Return what a resumed run must have in common with the saved one."""
+        return {**super().settings(), "samples": self.samples, "method": self.method}
+
     def flat_scores(self, params: Sequence[Tensor], step: int, previous: Tensor | None) -> Tensor:
         """Return the diagonal of the empirical Fisher information over newly drawn samples."""
         generator = random_generator(self.seed, step)
         chosen = torch.randperm(len(self.dataset), generator=generator)[: self.samples].tolist()  # type: ignore[arg-type]
-        batch = default_collate([self.dataset[i] for i in chosen])
+        with random_numbers_apart([], seed=generator.initial_seed()):  # a data set may draw augmentations
+            batch = default_collate([self.dataset[i] for i in chosen])
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise ValueError(f"dataset must hold (input, target) pairs, but dataset[{chosen[0]}] is not one")
         inputs, targets = batch
@@ -79,4 +85,4 @@ class FisherMask(SparseMask):
         inputs, targets = tree_map_only(Tensor, lambda t: t.to(device), (inputs, targets))
         fisher = diagonal_fisher(self.model, self.loss_fn, inputs, targets, method=self.method, generator=generator)
         by_parameter = dict(zip(trainable, fisher, strict=True))
-        return flatten(scores_for(params, lambda: by_parameter))
+        return flatten(match(by_parameter, params))

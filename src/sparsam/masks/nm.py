@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from sparsam.checks import check_whole
-from sparsam.masks.base import Mask
-from sparsam.masks.scores import ScoreFunction, check_score_function, scores_for
-from sparsam.perturbation import Selection
+from sparsam.masks.base import Mask, Setting
+from sparsam.masks.scores import ScoreFunction, ask, check_score_function
+from sparsam.masks.selection import Selection
 
 
 class NMMask(Mask):
@@ -29,8 +28,6 @@ class NMMask(Mask):
         interval: Ask for scores every `interval` steps; None: once.
     """
 
-    fixed_settings: ClassVar[tuple[str, ...]] = ("n", "m")
-
     def __init__(self, n: int, m: int, scores: ScoreFunction, *, interval: int | None = None) -> None:
         check_whole("m", m)
         check_whole("n", n)
@@ -38,11 +35,15 @@ class NMMask(Mask):
             raise ValueError(f"n must be at most m, but n is {n} and m is {m}")
         check_score_function(scores)
         super().__init__(interval)
-        self.n, self.m, self.scores = n, m, scores
+        self.n, self.m, self.scores = int(n), int(m), scores
+
+    def settings(self) -> dict[str, Setting]:
+        """Return what a resumed run must have in common with the saved one."""
+        return {**super().settings(), "n": self.n, "m": self.m}
 
     def select(self, params: Sequence[Tensor], step: int, previous: Selection | None) -> Selection:
         """Return n of every m weights by what the user's function says."""
-        return [n_of_m(score, self.n, self.m) if score.dim() > 1 else True for score in scores_for(params, self.scores)]
+        return [n_of_m(score, self.n, self.m) if score.dim() > 1 else True for score in ask(self.scores, params)]
 
 
 def n_of_m(scores: Tensor, n: int, m: int) -> Tensor:

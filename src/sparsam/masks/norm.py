@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from sparsam.masks.base import Mask
-from sparsam.perturbation import Selection
+from sparsam.masks.selection import Selection
 
 NORMALISATION = re.compile(r"(batch|layer|group|instance|rms)_?norm", re.IGNORECASE)
 
@@ -45,5 +45,8 @@ class NormMask(Mask):
 
     def select(self, params: Sequence[Tensor], step: int, previous: Selection | None) -> Selection:
         """Return the normalisation layers."""
-        chosen = self._parameters()
-        return [p in chosen for p in params]
+        normalisation = self._parameters()
+        chosen: Selection = [p in normalisation for p in params]
+        if not any(chosen):
+            raise ValueError("NormMask's model shares no trainable normalisation layer with the optimizer")
+        return chosen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,49 +21,45 @@ def check_score_function(scores: object) -> None:
         )
 
 
-def scores_for(params: Sequence[Tensor], scores: ScoreFunction) -> list[Tensor]:
-    """Call `scores` and return one checked tensor for each parameter.
-
-    The function gets the parameters and returns one tensor for each in the same order, or a mapping from
-    parameter to tensor, in which case order plays no part. A function without arguments is called so.
-    """
+def ask(scores: ScoreFunction, params: Sequence[Tensor]) -> list[Tensor]:
+    """Call the user's function and return one checked tensor for each parameter."""
+    function: Callable[..., Scores] = scores
     with torch.no_grad():
-        given = scores(list(params)) if _takes_argument(scores) else scores()  # type: ignore[call-arg]
-    if isinstance(given, Mapping):
-        missing = [i for i, p in enumerate(params) if p not in given]
-        if missing:
-            raise ValueError(f"scores has no entry for parameter {missing[0]} of shape {_shape(params[missing[0]])}")
-        tensors = [given[p] for p in params]
+        return match(function(list(params)) if _takes_argument(function) else function(), params)
+
+
+def match(scores: Scores, params: Sequence[Tensor]) -> list[Tensor]:
+    """Return one score tensor for each parameter: by identity from a mapping, else in the order given."""
+    if isinstance(scores, Mapping):
+        for i, p in enumerate(params):
+            if p not in scores:
+                raise ValueError(f"scores has no entry for parameter {i} of shape {tuple(p.shape)}")
+        tensors = [scores[p] for p in params]
     else:
-        tensors = list(given)
-        if len(tensors) != len(params):
-            raise ValueError(
-                f"scores must return one tensor for each of the {len(params)} parameters that require a "
-                f"gradient, but returned {len(tensors)}"
-            )
+        tensors = list(scores)
+    if len(tensors) != len(params):
+        raise ValueError(
+            f"scores must return one tensor for each of the {len(params)} parameters that require a gradient, but "
+            f"returned {len(tensors)}"
+        )
     for i, (score, p) in enumerate(zip(tensors, params, strict=True)):
         if not isinstance(score, Tensor) or score.shape != p.shape:
-            got = _shape(score) if isinstance(score, Tensor) else type(score).__name__
-            raise ValueError(f"scores[{i}] must have the shape {_shape(p)} of its parameter, but has {got}")
-    _refuse_nan(tensors)
+            got = tuple(score.shape) if isinstance(score, Tensor) else type(score).__name__
+            raise ValueError(f"scores[{i}] must have the shape {tuple(p.shape)} of its parameter, but has {got}")
+    holds_nan = torch.stack([t.isnan().any().to(tensors[0].device) for t in tensors]).tolist()
+    if any(holds_nan):
+        raise ValueError(f"scores[{holds_nan.index(True)}] holds NaN, so its weights cannot be ranked")
     return tensors
 
 
-def _refuse_nan(tensors: list[Tensor]) -> None:
-    bad = torch.stack([t.isnan().any().to(tensors[0].device) for t in tensors]).tolist()
-    if any(bad):
-        raise ValueError(f"scores[{bad.index(True)}] holds NaN, so its weights cannot be ranked")
-
-
-def _takes_argument(function: Callable[..., object]) -> bool:
+def _takes_argument(function: Callable[..., Any]) -> bool:
+    """Tell whether a function wants the parameters: whether it has a positional argument without default."""
     try:
-        inspect.signature(function).bind([])
-    except TypeError:
-        return False
+        arguments = inspect.signature(function).parameters.values()
     except ValueError:  # a builtin without a signature
         return True
-    return True
-
-
-def _shape(t: Tensor) -> tuple[int, ...]:
-    return tuple(t.shape)
+    wanted = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    return any(
+        a.kind is inspect.Parameter.VAR_POSITIONAL or (a.kind in wanted and a.default is inspect.Parameter.empty)
+        for a in arguments
+    )

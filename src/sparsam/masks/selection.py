@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsam.perturbation import Selection
+Selection = list[Tensor | bool]
+"""Which weights are perturbed, tensor by tensor: a bool tensor, or one bool for all weights of a tensor."""
 
 
 def perturbed_count(total: int, sparsity: float) -> int:
@@ -60,7 +61,7 @@ def expand(selection: Iterable[Tensor | bool], like: Sequence[Tensor]) -> list[T
 def settle(selection: Sequence[Tensor | bool], params: Sequence[Tensor]) -> Selection:
     """Lay bool tensors out in memory as the parameters are, and reduce full and empty ones to True and False.
 
-    The one place where making a mask waits for the device.
+    Waits for the device, to know which tensors those are.
     """
     if len(selection) != len(params):
         raise ValueError(f"a mask must say something of each of {len(params)} tensors, but has {len(selection)}")
@@ -79,6 +80,25 @@ def settle(selection: Sequence[Tensor | bool], params: Sequence[Tensor]) -> Sele
     for i, m, count in zip(indices, tensors, counts, strict=True):
         settled[i] = m if 0 < count < m.numel() else count > 0
     return settled
+
+
+def copied(selection: Selection | None) -> Selection | None:
+    """Return a selection that later updates do not write into."""
+    return None if selection is None else [m.clone() if isinstance(m, Tensor) else m for m in selection]
+
+
+def rewritten(old: Selection | None, new: Selection) -> Selection:
+    """Return the new selection: in the tensors and the list of the old one, if it has tensors in the same places."""
+
+    def shape(selection: Selection) -> list[bool | None]:
+        return [m if isinstance(m, bool) else None for m in selection]
+
+    if old is None or shape(old) != shape(new):
+        return new
+    for target, source in zip(old, new, strict=True):
+        if isinstance(target, Tensor) and isinstance(source, Tensor):
+            target.copy_(source)
+    return old
 
 
 def random_generator(*seed: int, device: torch.device | str = "cpu") -> torch.Generator:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
 
 from torch import Tensor
 
 from sparsam.checks import check_share
-from sparsam.masks.base import Mask
-from sparsam.masks.selection import expand, flatten, largest, perturbed_count, unflatten
-from sparsam.perturbation import Selection
+from sparsam.masks.base import Mask, Setting
+from sparsam.masks.selection import Selection, expand, flatten, largest, perturbed_count, unflatten
 
 
 class SparseMask(Mask):
@@ -24,12 +22,14 @@ class SparseMask(Mask):
         interval, seed: See :class:`Mask`.
     """
 
-    fixed_settings: ClassVar[tuple[str, ...]] = ("sparsity",)
-
     def __init__(self, sparsity: float, interval: int | None = None, seed: int = 0) -> None:
         check_share("sparsity", sparsity)
         super().__init__(interval, seed)
         self.sparsity = float(sparsity)
+
+    def settings(self) -> dict[str, Setting]:
+        """Return what a resumed run must have in common with the saved one."""
+        return {**super().settings(), "sparsity": self.sparsity}
 
     def select(self, params: Sequence[Tensor], step: int, previous: Selection | None) -> Selection:
         """Return exactly k weights: the largest by :meth:`flat_scores`."""

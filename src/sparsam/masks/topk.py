@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from sparsam.masks.scores import ScoreFunction, check_score_function, scores_for
+from sparsam.masks.scores import ScoreFunction, ask, check_score_function
 from sparsam.masks.selection import flatten
 from sparsam.masks.sparsity import SparseMask
 
@@ -18,9 +18,10 @@ class TopKMask(SparseMask):
 
     Args:
         sparsity: The share s of the weights that is not perturbed, in [0, 1].
-        scores: A function of a list of parameters that returns one tensor for each, of its shape: in the
-            same order, or as a mapping from parameter to tensor. It may read `.grad`, which holds the
-            gradient of the first pass.
+        scores: A function of a list of parameters that returns one tensor for each, of its shape: in the same
+            order, or as a mapping from parameter to tensor. It may read `.grad`, which holds the gradient of the
+            first pass. A function without arguments is called so; if it returns no mapping, its order must be that
+            of the optimizer's groups.
         interval: Ask for scores every `interval` steps; None: once.
 
     >>> mask = TopKMask(0.5, lambda params: [p.abs() for p in params])   # large weights only
@@ -33,4 +34,4 @@ class TopKMask(SparseMask):
 
     def flat_scores(self, params: Sequence[Tensor], step: int, previous: Tensor | None) -> Tensor:
         """Return what the user's function says."""
-        return flatten(scores_for(params, self.scores))
+        return flatten(ask(self.scores, params))

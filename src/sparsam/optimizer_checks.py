@@ -28,17 +28,17 @@ def check_base(base: Any) -> None:
         raise ValueError(
             f"base_optimizer must not have a group option named 'rho', which is SAM's radius, but {name} has one"
         )
+    check_groups(base)
+
+
+def check_groups(base: Optimizer) -> None:
+    """Refuse to maximize, and parameters that are missing, given twice or not real numbers."""
     for i, group in enumerate(base.param_groups):
         if group.get("maximize"):
             raise ValueError(
                 f"maximize must be False, but is True in parameter group {i}: SAM perturbs towards a higher loss "
                 f"and descends. Minimize the negative instead"
             )
-    check_params(base)
-
-
-def check_params(base: Optimizer) -> None:
-    """Refuse parameters that are missing, given twice or not real numbers."""
     params = [p for group in base.param_groups for p in group["params"]]
     if not params:
         raise ValueError("params must hold at least one parameter, but is empty")
@@ -70,7 +70,7 @@ def check_gradients(params: Sequence[Tensor]) -> None:
 def check_state(state_dict: dict[str, Any], settings: dict[str, Any], params: Sequence[Tensor]) -> dict[str, Any]:
     """Refuse the state of something else; return sparsam's part of it."""
     own = state_dict.get("sparsam")
-    if own is None:
+    if not own:
         raise ValueError(
             "state_dict must come from SAM.state_dict(), but has no entry 'sparsam'; to start from the state of a "
             "plain optimizer, call base_optimizer.load_state_dict(state_dict)"

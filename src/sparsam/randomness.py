@@ -1,0 +1,51 @@
+"""The states of torch's random number generators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+RandomState = dict[torch.device, Tensor]
+
+CPU = torch.device("cpu")
+
+
+def random_state(devices: Iterable[torch.device]) -> RandomState:
+    """Return the states of the generators of the CPU and of the given devices."""
+    states = {CPU: torch.get_rng_state()}
+    for device in set(devices):
+        # While a CUDA graph is captured its generator can be neither read nor set.
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            continue
+        if device.type not in ("cpu", "meta"):
+            states[device] = torch.get_device_module(device).get_rng_state(device)
+    return states
+
+
+def set_random_state(states: RandomState) -> None:
+    """Put generators into the states that :func:`random_state` returned."""
+    for device, state in states.items():
+        if device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(device).set_rng_state(state, device)
+
+
+@contextmanager
+def random_numbers_apart(devices: Iterable[torch.device], seed: int | None = None) -> Iterator[None]:
+    """Let the block draw what it wants: afterwards the generators stand where they stood.
+
+    Args:
+        devices: Whose generators, beside the CPU's.
+        seed: Where the CPU's generator starts inside the block; None: where it stands.
+    """
+    states = random_state(devices)
+    try:
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)
+        yield
+    finally:
+        set_random_state(states)
