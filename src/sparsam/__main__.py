@@ -1,0 +1,5 @@
+"""`python -m sparsam` is `sparsam`."""
+
+from sparsam.cli import main
+
+main()

@@ -1,0 +1,185 @@
+"""The commands."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import rich
+import typer
+from rich.table import Table as RichTable
+
+from sparsam.cli import doctor as doctor_module
+from sparsam.data.cifar import CifarError
+from sparsam.data.image_folder import ImageFolderError
+from sparsam.report import ReportError, collect, summary_table, write_report
+from sparsam.training.checkpoint import CheckpointError
+
+app = typer.Typer(
+    help="Sparse SAM for PyTorch: train, compare and look at sharpness-aware minimization.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+EXPECTED = (ValueError, CifarError, ImageFolderError, ReportError, CheckpointError, ImportError)
+"""Errors whose message is meant for the user, without a traceback."""
+
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", "-s", metavar="KEY=VALUE", help="Override a setting, such as train.epochs=10."),
+]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default: a GPU if there is one.")]
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path | None, typer.Argument(help="A recipe, such as recipes/digits-sam.toml.")] = None,
+    settings: Set = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where to write; default: runs/NAME-seedN.")
+    ] = None,
+    resume: Annotated[Path | None, typer.Option(help="Continue the run in this directory.")] = None,
+    device: Device = None,
+) -> None:
+    """Train one recipe, or continue a run.
+
+    Examples:
+        sparsam train recipes/digits-sam.toml
+
+        sparsam train recipes/cifar10-resnet18-sam.toml --set data.root=data --set train.precision=bf16
+
+        sparsam train --resume runs/digits-sam-seed0
+    """
+    from sparsam.training import load_recipe
+    from sparsam.training import resume as resume_run
+    from sparsam.training import train as train_run
+    from sparsam.training.progress import suitable_progress
+
+    if (recipe is None) == (resume is None):
+        raise ValueError("train needs either a recipe or --resume DIR")
+    if resume is not None:
+        if settings or output:
+            raise ValueError("--resume continues a run as it was: --set and --output do not go with it")
+        path = resume
+        summary = resume_run(path, device=_device(device), progress=suitable_progress())
+    else:
+        assert recipe is not None
+        loaded = load_recipe(recipe, settings)
+        path = output or Path("runs") / f"{loaded.name}-seed{loaded.train.seed}"
+        summary = train_run(loaded, path, device=_device(device), progress=suitable_progress())
+    rich.print(f"{_accuracy(summary)}; everything is in {path}")
+
+
+@app.command()
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="The directory of a run.")],
+    best: Annotated[bool, typer.Option("--best", help="The best epoch's weights in place of the last.")] = False,
+    device: Device = None,
+) -> None:
+    """Measure loss and accuracy of a run's weights again.
+
+    Example:
+        sparsam evaluate runs/digits-sam-seed0
+    """
+    from sparsam.training.evaluation import evaluate_run
+
+    result = evaluate_run(run, best=best, device=_device(device))
+    rich.print(
+        f"{result['weights']} weights (epoch {result['epoch']}) on {result['count']} {result['evaluated_on']} images: "
+        f"loss {result['loss']:.4f}, accuracy {100 * result['accuracy']:.2f} %"
+    )
+
+
+@app.command()
+def compare(
+    recipes: Annotated[list[Path], typer.Argument(help="Recipes to compare.")],
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each recipe, with seeds 0, 1, ...")] = 1,
+    settings: Set = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write.")] = Path("runs/compare"),
+    device: Device = None,
+) -> None:
+    """Train several recipes with several seeds and compare them: a table here, a page in the output directory.
+
+    Runs that are finished already are not repeated, and one that was stopped is continued, so the same command again
+    goes on where it was.
+
+    Example:
+        sparsam compare recipes/digits-*.toml --seeds 3
+    """
+    from sparsam.training.comparison import compare_recipes
+    from sparsam.training.progress import suitable_progress
+
+    runs = compare_recipes(
+        recipes, seeds, output, overrides=settings, device=_device(device), progress=suitable_progress
+    )
+    _show(runs)
+    page = write_report(runs, output / "report.html")
+    rich.print(f"The page with curves and masks: {page}")
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Directories of runs.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("runs/report.html"),
+) -> None:
+    """Write one self-contained HTML page about runs, and print its table.
+
+    Example:
+        sparsam report runs/compare/*-seed* -o page.html
+    """
+    _show(runs)
+    rich.print(f"The page: {write_report(runs, output)}")
+
+
+@app.command()
+def doctor() -> None:
+    """Say what is installed, what is missing and how to get it."""
+    raise typer.Exit(doctor_module.report())
+
+
+def _show(runs: list[Path]) -> None:
+    table = summary_table(collect(runs))
+    shown = RichTable(box=rich.box.SIMPLE_HEAD)
+    for i, column in enumerate(table.columns):
+        shown.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+    for row in table.rows:
+        shown.add_row(*(f"{cell.text}\n[dim]{cell.note}[/dim]" if cell.note else cell.text for cell in row))
+    rich.print(shown)
+
+
+def _accuracy(summary: dict[str, Any]) -> str:
+    return (
+        f"{summary['method']}: {100 * summary['test_accuracy']:.2f} % of the {summary['evaluated_on']} images after the last "
+        f"of {summary['epochs']} epochs (best: {100 * summary['best_accuracy']:.2f} %, epoch {summary['best_epoch']})"
+    )
+
+
+def _device(name: str | None) -> Any:
+    import torch
+
+    from sparsam.training.trainer import default_device
+
+    if name is None:
+        return default_device()
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"--device must be a device that is there, such as cpu or cuda, but {name!r} is not: {error}"
+        ) from error
+    return device
+
+
+def run() -> None:
+    """Run a command; errors that are meant for the user come without a traceback."""
+    from sparsam.training.trainer import Interrupted
+
+    try:
+        app()
+    except Interrupted as stop:
+        sys.exit(f"{stop}")
+    except EXPECTED as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,61 @@
+"""Images that fit into memory: kept as bytes on the training device, augmented there in batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sparsam.masks.selection import random_generator
+
+SPLIT = 2  # tells these random numbers from those of the loaders
+
+
+@dataclass(frozen=True)
+class Images:
+    """Bytes (N, C, H, W) and labels (N)."""
+
+    x: Tensor
+    y: Tensor
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, index: Tensor) -> Images:
+        return Images(self.x[index], self.y[index])
+
+    def to(self, device: torch.device) -> Images:
+        """Return the same images on another device."""
+        return Images(self.x.to(device), self.y.to(device))
+
+
+@dataclass(frozen=True)
+class ImageData:
+    """A data set: what to train on, what to evaluate on, and how to normalise it."""
+
+    name: str
+    train: Images
+    test: Images
+    classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @property
+    def channels(self) -> int:
+        """Channels of an image."""
+        return self.train.x.shape[1]
+
+    def with_validation(self, count: int, seed: int) -> ImageData:
+        """Return the data with `count` training images, drawn at random, in place of the test images."""
+        if not 0 < count < len(self.train):
+            raise ValueError(
+                f"data.validation must be between 1 and {len(self.train) - 1} for {self.name}, but is {count}"
+            )
+        order = torch.randperm(len(self.train), generator=random_generator(seed, SPLIT))
+        held_out, rest = order[:count].sort().values, order[count:].sort().values
+        return replace(self, train=self.train[rest], test=self.train[held_out])
+
+    def to(self, device: torch.device) -> ImageData:
+        """Return the same data on another device."""
+        return replace(self, train=self.train.to(device), test=self.test.to(device))

@@ -1,0 +1,86 @@
+"""Batches of images that live on the training device.
+
+All randomness depends on (seed, epoch, batch) alone, so a run can be taken up anywhere without saving any state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from sparsam.data.augment import Augmentation, normalise
+from sparsam.data.images import ImageData
+from sparsam.masks.selection import random_generator
+
+ORDER, AUGMENT = range(2)  # what random numbers are drawn for
+Batch = tuple[Tensor, Tensor]
+
+
+class ResidentLoader:
+    """Shuffles, augments and normalises images where they are.
+
+    Every epoch is a new order, of which the last incomplete batch is left out, so that all batches have one shape.
+
+    Args:
+        data: The images.
+        batch_size: Images in a training batch.
+        augmentation: What happens to training images.
+        seed: Where the random numbers start.
+        device: Where the images are kept and the batches made.
+    """
+
+    def __init__(
+        self, data: ImageData, batch_size: int, augmentation: Augmentation, *, seed: int, device: torch.device
+    ) -> None:
+        if batch_size > len(data.train):
+            raise ValueError(
+                f"data.batch_size must be at most the number of training images, {len(data.train)}, but is {batch_size}"
+            )
+        self.data, self.batch_size, self.augmentation, self.seed = data.to(device), batch_size, augmentation, seed
+        self.device = device
+        self.mean, self.std = torch.tensor(data.mean, device=device), torch.tensor(data.std, device=device)
+        self.steps = len(data.train) // batch_size
+
+    @property
+    def classes(self) -> int:
+        """The number of classes."""
+        return self.data.classes
+
+    @property
+    def channels(self) -> int:
+        """Channels of an image."""
+        return self.data.channels
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """Yield the training batches of an epoch, from batch `start` on."""
+        train = self.data.train
+        order = torch.randperm(len(train), generator=random_generator(self.seed, epoch, ORDER)).to(self.device)
+        for i in range(start, self.steps):
+            chosen = order[i * self.batch_size : (i + 1) * self.batch_size]
+            generator = random_generator(self.seed, epoch, AUGMENT, i, device=self.device)
+            yield self.augmentation(train.x[chosen], self.mean, self.std, generator), train.y[chosen]
+
+    def evaluation(self, batch_size: int = 1000) -> Iterator[Batch]:
+        """Yield the images to evaluate on, in order and without augmentation."""
+        test = self.data.test
+        for x, y in zip(torch.split(test.x, batch_size), torch.split(test.y, batch_size), strict=True):
+            yield normalise(x, self.mean, self.std), y
+
+    def samples(self) -> Dataset[Batch]:
+        """Return the training images as a map-style data set, without augmentation."""
+        return _Samples(self)
+
+
+class _Samples(Dataset[Batch]):
+    def __init__(self, loader: ResidentLoader) -> None:
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.loader.data.train)
+
+    def __getitem__(self, index: int) -> Batch:
+        train = self.loader.data.train
+        return normalise(train.x[index], self.loader.mean, self.loader.std), train.y[index]

@@ -1,0 +1,198 @@
+"""One HTML page that compares runs. It asks for nothing from outside and works from a file.
+
+The page is `page.html` with `page.css`, `page.js` and the numbers written into it. Its policy names the hashes of that
+style and that script, so nothing else that gets into the page can run.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from sparsam.report.collect import Method, ReportError, Run, collect
+from sparsam.report.table import Cell, Table, accuracy_label, summary_table
+
+COLOURS = 7  # .m0 to .m6 in page.css
+DASHES = 5  # .d0 to .d4; no common factor with the colours, so 35 methods differ
+
+
+def write_report(runs: list[Path], destination: Path) -> Path:
+    """Write one self-contained page that compares training runs.
+
+    Args:
+        runs: Run directories. Those with the same recipe name are seeds of one method.
+        destination: The file to write, or a directory, in which it is named `report.html`.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        ReportError: There is no run, one cannot be read, or the page cannot be written.
+    """
+    page = _page(collect(runs))
+    destination = Path(destination)
+    if destination.is_dir():
+        destination = destination / "report.html"
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        destination.write_text(page, encoding="utf-8", newline="\n")
+    except OSError as error:
+        raise ReportError(f"{destination} cannot be written: {error}") from error
+    return destination
+
+
+def _page(methods: Sequence[Method]) -> str:
+    package = files(__package__)
+    style, script = (package.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    runs = [run for method in methods for run in method.runs]
+    title = ", ".join(dict.fromkeys(run.setup for run in runs))
+    return Template(package.joinpath("page.html").read_text(encoding="utf-8")).substitute(
+        policy=escape(
+            f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
+            f"base-uri 'none'; form-action 'none'"
+        ),
+        title=escape(title),
+        sentence=escape(_sentence(methods)),
+        facts="\n".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in _facts(runs)),
+        table=_table(summary_table(methods)),
+        recipes="\n".join(_details(method, run, index) for index, method in enumerate(methods) for run in method.runs),
+        data=_embedded(_data(methods)),
+        style=style,
+        script=script,
+    )
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _sentence(methods: Sequence[Method]) -> str:
+    epochs = _range([run.recipe["train"]["epochs"] for method in methods for run in method.runs], "epoch")
+    seeds = _range([len(method.runs) for method in methods], "seed")
+    if len(methods) == 1:
+        return f"{methods[0].label}, trained for {epochs} with {seeds}: accuracy, time and what is perturbed."
+    return (
+        f"{len(methods)} methods, each trained for {epochs} with {seeds}, compared by accuracy, time and what they "
+        f"perturb."
+    )
+
+
+def _range(numbers: Sequence[int], noun: str) -> str:
+    low, high = min(numbers), max(numbers)
+    return f"{low if low == high else f'{low} to {high}'} {noun}{'' if high == 1 else 's'}"
+
+
+def _facts(runs: Sequence[Run]) -> Iterable[tuple[str, str]]:
+    dates = sorted({run.started.date() for run in runs})
+    yield "Date", " to ".join(dict.fromkeys(f"{date:%Y-%m-%d}" for date in (dates[0], dates[-1])))
+    yield "Hardware", _distinct(_hardware(run.environment) for run in runs)
+    yield "Precision", _distinct(run.recipe["train"]["precision"] for run in runs)
+    yield (
+        "Versions",
+        ", ".join(f"{key} {_distinct(run.environment[key] for run in runs)}" for key in ("sparsam", "torch", "python")),
+    )
+    commits = [str(run.environment["git"]) for run in runs if run.environment.get("git")]
+    if commits:
+        yield "Commit", _distinct(commits)
+
+
+def _hardware(environment: dict[str, Any]) -> str:
+    device, threads = environment["device"], environment.get("threads")
+    if device != "cpu":
+        return str(device)
+    name = str(environment.get("processor") or "CPU")
+    return f"{name}, {threads} {'thread' if threads == 1 else 'threads'}" if threads else name
+
+
+def _distinct(texts: Iterable[str]) -> str:
+    return " / ".join(dict.fromkeys(texts))
+
+
+def _style(index: int) -> str:
+    return f"m{index % COLOURS} d{index % DASHES}"
+
+
+def _swatch(index: int) -> str:
+    return (
+        f'<svg class="swatch {_style(index)}" viewBox="0 0 26 8" aria-hidden="true">'
+        f'<line class="line" x1="1" x2="25" y1="4" y2="4"/></svg>'
+    )
+
+
+def _table(table: Table) -> str:
+    head = "".join(f'<th scope="col">{escape(label)}</th>' for label in table.columns)
+    rows = "\n".join(
+        f'<tr><th scope="row">{_swatch(index)}{_cell(row[0])}</th>'
+        + "".join(f"<td>{_cell(cell)}</td>" for cell in row[1:])
+        + "</tr>"
+        for index, row in enumerate(table.rows)
+    )
+    return f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>"
+
+
+def _cell(cell: Cell) -> str:
+    note = f"<small>{escape(cell.note)}</small>" if cell.note else ""
+    return f"<span>{escape(cell.text)}</span>{note}"
+
+
+def _details(method: Method, run: Run, index: int) -> str:
+    state = "" if run.finished else ' <em class="badge">unfinished</em>'
+    plain = {key: value for key, value in run.recipe.items() if not isinstance(value, dict)}
+    sections = {"recipe": plain, **{k: v for k, v in run.recipe.items() if isinstance(v, dict)}}
+    sections["environment"] = run.environment
+    lists = "\n".join(f"<section><h3>{escape(k)}</h3>{_list(v)}</section>" for k, v in sections.items())
+    return (
+        f"<details><summary>{_swatch(index)}<span>{escape(method.label)}, seed {run.seed}{state}</span>"
+        f'<span class="folder">{escape(run.directory.resolve().name)}</span></summary>'
+        f'<div class="settings">{lists}</div></details>'
+    )
+
+
+def _list(values: dict[str, Any]) -> str:
+    shown = {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for k, v in values.items()}
+    return f"<dl>{''.join(f'<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>' for k, v in shown.items())}</dl>"
+
+
+def _data(methods: Sequence[Method]) -> dict[str, Any]:
+    return {"accuracy": accuracy_label(methods), "methods": [_series(i, method) for i, method in enumerate(methods)]}
+
+
+def _series(index: int, method: Method) -> dict[str, Any]:
+    density = method.density()
+    return {
+        "label": method.label,
+        "style": _style(index),
+        "runs": [
+            {
+                "seed": run.seed,
+                "finished": run.finished,
+                "epoch": [epoch.epoch for epoch in run.metrics],
+                "accuracy": [epoch.test_accuracy for epoch in run.metrics],
+                # JSON has no NaN; the page draws a gap.
+                "loss": [epoch.train_loss if math.isfinite(epoch.train_loss) else None for epoch in run.metrics],
+                "elapsed": [epoch.elapsed for epoch in run.metrics],
+            }
+            for run in method.runs
+        ],
+        "density": density
+        and {
+            "layers": density.layers,
+            "epochs": density.epochs,
+            "shares": [[None if s is None else round(s, 4) for s in row] for row in density.shares],
+            "seeds": density.seeds,
+        },
+    }
+
+
+def _embedded(data: Any) -> str:
+    """Write JSON that cannot end the script element it stands in."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

@@ -1,0 +1,123 @@
+"""The summary table as text, the same for the terminal and for the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sparsam.report.collect import Method, Statistic
+
+NONE = "–"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a cell says, and a remark to be shown smaller."""
+
+    text: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Headings and rows; each row starts with the method."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+
+def summary_table(methods: Sequence[Method]) -> Table:
+    """Return one row for each method; further numbers of the runs are appended as columns."""
+    further = list(dict.fromkeys(label for method in methods for label in method.extra))
+    columns = (
+        "Method",
+        "Seeds",
+        f"{accuracy_label(methods)}, %",
+        "Perturbed, %",
+        "FLOPs (theory)",
+        "Step time (measured)",
+        "Peak memory, MB",
+        "Training time",
+        "Weight decay",
+        "ρ",
+        *further,
+    )
+    return Table(columns, tuple(_row(method, methods, further) for method in methods))
+
+
+def accuracy_label(methods: Sequence[Method]) -> str:
+    """Name the accuracy after the images it was measured on."""
+    images = {run.evaluated_on for method in methods for run in method.runs}
+    return f"{images.pop().capitalize()} accuracy" if len(images) == 1 else "Accuracy"
+
+
+def duration(seconds: float) -> str:
+    """Write a time for people.
+
+    >>> [duration(s) for s in (8.04, 59.96, 192, 4320)]
+    ['8.0 s', '1 min 0 s', '3 min 12 s', '1 h 12 min']
+    """
+    if round(seconds, 1) < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} ms"
+
+
+def _row(method: Method, methods: Sequence[Method], further: Sequence[str]) -> tuple[Cell, ...]:
+    accuracy, memory, seconds, step = method.accuracy, method.peak_memory_mb, method.seconds, method.step_ms
+    return (
+        Cell(method.label, "; ".join(_notes(method, methods))),
+        Cell(str(len(method.counted))),
+        Cell(_spread(accuracy, 100, ".2f"), _best(method)),
+        Cell(_scaled(method.perturbed, 100, ".1f")),
+        Cell(_times(method.theoretical_flops.mean if method.theoretical_flops else None)),
+        Cell(_times(method.relative_step), _milliseconds(step.mean) if step else ""),
+        Cell(_scaled(memory, 1, ",.0f")),
+        Cell(duration(seconds.mean) if seconds else NONE),
+        Cell(_values(method.weight_decay)),
+        Cell(_values(method.rho)),
+        *(Cell(_spread(method.extra.get(label), 1, ".4g", ".2g")) for label in further),
+    )
+
+
+def _notes(method: Method, methods: Sequence[Method]) -> list[str]:
+    """Say what is particular to this row: its network and data or its images where rows differ in them."""
+    notes: list[str] = []
+    for words in (lambda run: run.setup, lambda run: f"{run.evaluated_on} images"):
+        if len({words(run) for other in methods for run in other.runs}) > 1:
+            notes += dict.fromkeys(words(run) for run in method.counted)
+    return [*notes, *method.notes]
+
+
+def _best(method: Method) -> str:
+    best = method.best_accuracy
+    if not best:
+        return ""
+    epoch = f" (epoch {method.counted[0].best_epoch})" if best.n == 1 else ""
+    return f"best {100 * best.mean:.2f}{epoch}"
+
+
+def _spread(statistic: Statistic | None, scale: float, form: str, spread_form: str = "") -> str:
+    text = _scaled(statistic, scale, form)
+    if statistic is None or statistic.deviation is None:
+        return text
+    return f"{text} ± {scale * statistic.deviation:{spread_form or form}}"
+
+
+def _scaled(statistic: Statistic | None, scale: float, form: str) -> str:
+    return f"{scale * statistic.mean:{form}}" if statistic else NONE
+
+
+def _times(ratio: float | None) -> str:
+    return NONE if ratio is None else f"{ratio:.2f}×"
+
+
+def _values(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:g}" for value in values) or NONE

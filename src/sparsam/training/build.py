@@ -1,0 +1,116 @@
+"""From a recipe to the objects that train."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sparsam.data import Augmentation, FolderLoader, Loader, ResidentLoader, load_cifar, load_digits
+from sparsam.masks import DynamicMask, FisherMask, Mask, NormMask, RandomMask
+from sparsam.models import build_model
+from sparsam.optimizer import SAM
+from sparsam.training.recipe import Recipe
+
+BASES: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+
+
+def build_network(recipe: Recipe, loader: Loader, device: torch.device) -> nn.Module:
+    """Build the network, where and as it will train."""
+    model = build_model(recipe.model.name, loader.classes, channels=loader.channels, stem=recipe.model.stem).to(device)
+    if recipe.train.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if recipe.train.compile:
+        for stage in model.children():
+            stage.compile()
+    return model
+
+
+def build_loader(recipe: Recipe, device: torch.device) -> Loader:
+    """Open the data."""
+    settings, seed = recipe.data, recipe.train.seed
+    if settings.name == "imagefolder":
+        return FolderLoader(
+            settings.root,
+            settings.batch_size,
+            image_size=settings.image_size,
+            resize=settings.resize,
+            workers=settings.workers,
+            skip_corrupt=settings.skip_corrupt,
+            seed=seed,
+            device=device,
+        )
+    data = load_digits() if settings.name == "digits" else load_cifar(settings.name, settings.root)
+    if settings.validation:
+        data = data.with_validation(settings.validation, settings.validation_seed)
+    augmentation = Augmentation(settings.crop_padding, settings.flip, settings.cutout, settings.cutout_probability)
+    return ResidentLoader(data, settings.batch_size, augmentation, seed=seed, device=device)
+
+
+def build_loss(recipe: Recipe) -> Any:
+    """Return the training loss."""
+    return functools.partial(F.cross_entropy, label_smoothing=recipe.train.label_smoothing)
+
+
+def build_mask(recipe: Recipe, model: nn.Module, loader: Loader) -> Mask | None:
+    """Build the mask; its interval in epochs becomes one in steps."""
+    settings = recipe.mask
+    interval = settings.interval_epochs * loader.steps or None
+    if settings.kind == "random":
+        return RandomMask(settings.sparsity, interval=interval, seed=settings.seed)
+    if settings.kind == "dynamic":
+        return DynamicMask(
+            settings.sparsity,
+            interval=interval,
+            total_steps=recipe.train.epochs * loader.steps,
+            drop=settings.drop,
+            criterion=settings.criterion,
+            seed=settings.seed,
+        )
+    if settings.kind == "fisher":
+        return FisherMask(
+            settings.sparsity,
+            model,
+            F.cross_entropy,
+            loader.samples(),
+            samples=settings.samples,
+            interval=interval,
+            seed=settings.seed,
+        )
+    return NormMask(model) if settings.kind == "norm" else None
+
+
+def build_optimizer(recipe: Recipe, model: nn.Module, loader: Loader, *, captured: bool) -> torch.optim.Optimizer:
+    """Build the base optimizer, and SAM around it.
+
+    Args:
+        recipe: What to build.
+        model: The network.
+        loader: The data, for masks that look at it.
+        captured: Whether steps are to be captured in a CUDA graph: the learning rate and rho are then device tensors.
+    """
+    device = next(model.parameters()).device
+
+    def number(value: float) -> float | Tensor:
+        return torch.tensor(value, device=device) if captured else value
+
+    settings = recipe.optimizer
+    options: dict[str, Any] = {"lr": number(settings.lr), "weight_decay": settings.weight_decay}
+    if settings.name == "sgd":
+        options["momentum"] = settings.momentum
+    if captured:
+        options["fused"] = True  # the variants that read a learning-rate tensor on the device
+        if settings.name != "sgd":
+            options["capturable"] = True
+    base = BASES[settings.name](model.parameters(), **options)
+    if not recipe.sam.enabled:
+        return base
+    mask = build_mask(recipe, model, loader)
+    return SAM.wrap(base, rho=number(recipe.sam.rho), mask=mask, adaptive=recipe.sam.adaptive, model=model)

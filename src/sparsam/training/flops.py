@@ -1,0 +1,17 @@
+"""The paper's theoretical cost."""
+
+from __future__ import annotations
+
+
+def theoretical_flops(perturbed: float | None) -> float:
+    """Return FLOPs relative to the base optimizer: 2 - 0.706 s at sparsity s, which fits the paper's Tables 1-3.
+
+    Theoretical: they count what hardware that skips single weights would save, and there is none.
+
+    Args:
+        perturbed: The share of the weights that is perturbed, 1 - s; None: no perturbation, one pass.
+
+    >>> [round(theoretical_flops(perturbed), 2) for perturbed in (None, 1.0, 0.5, 0.01)]
+    [1.0, 2.0, 1.65, 1.3]
+    """
+    return 1.0 if perturbed is None else 2 - 0.706 * (1 - perturbed)

@@ -1,0 +1,112 @@
+"""Who is told how a run goes: nobody, a terminal, or a log."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from sparsam.extras import need
+from sparsam.training.recipe import Recipe
+
+
+class Progress:
+    """Tells nobody; the interface of the others."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def start(self, recipe: Recipe, steps: int, epoch: int) -> None:
+        """Tell that a run starts at an epoch, each of which has so many steps."""
+
+    def step_done(self, batch: int, seconds: float) -> None:
+        """Tell how far the epoch is, and how long it has taken."""
+
+    def epoch_done(self, metrics: dict[str, Any]) -> None:
+        """Tell what an epoch brought."""
+
+    def done(self, summary: dict[str, Any]) -> None:
+        """Tell how the run ended."""
+
+
+class LogProgress(Progress):
+    """Writes the metrics of each epoch as a line of JSON: for logs and other programs."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self.stream = stream or sys.stderr
+
+    def start(self, recipe: Recipe, steps: int, epoch: int) -> None:
+        """Note the run's name for the lines to come."""
+        self.name, self.seed = recipe.name, recipe.train.seed
+
+    def epoch_done(self, metrics: dict[str, Any]) -> None:
+        """Write one line."""
+        shown = {key: value for key, value in metrics.items() if key != "mask_density"}
+        print(json.dumps({"run": self.name, "seed": self.seed, **shown}), file=self.stream, flush=True)
+
+
+class TerminalProgress(Progress):
+    """Draws a bar with the epoch, loss, accuracy, learning rate, step time and time left."""
+
+    def __init__(self) -> None:
+        rich = need("rich.progress", "progress bars", extra="train")
+        self._bar = rich.Progress(
+            rich.TextColumn("[bold]{task.description}"),
+            rich.BarColumn(),
+            rich.TextColumn("{task.fields[epoch]}"),
+            rich.TextColumn("{task.fields[numbers]}", style="dim"),
+            rich.TimeRemainingColumn(),
+            transient=True,
+        )
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def start(self, recipe: Recipe, steps: int, epoch: int) -> None:
+        """Draw an empty bar."""
+        self.steps, self.epochs, self.epoch = steps, recipe.train.epochs, epoch
+        self._task = self._bar.add_task(
+            f"{recipe.method} (seed {recipe.train.seed})",
+            total=steps * self.epochs,
+            completed=steps * epoch,
+            epoch="",
+            numbers="",
+        )
+
+    def step_done(self, batch: int, seconds: float) -> None:
+        """Move the bar."""
+        self._bar.update(
+            self._task,
+            completed=self.epoch * self.steps + batch,
+            epoch=f"epoch {self.epoch + 1}/{self.epochs}, {1000 * seconds / batch:.1f} ms/step",
+        )
+
+    def epoch_done(self, metrics: dict[str, Any]) -> None:
+        """Show the epoch's numbers."""
+        self.epoch = metrics["epoch"]
+        loss, accuracy, lr = (metrics[key] for key in ("train_loss", "test_accuracy", "lr"))
+        numbers = f"loss {loss:.3f}  accuracy {100 * accuracy:.2f} %  lr {lr:.4f}"
+        self._bar.update(self._task, completed=self.epoch * self.steps, numbers=numbers)
+
+    def done(self, summary: dict[str, Any]) -> None:
+        """Leave one line."""
+        self._bar.console.print(
+            f"{summary['method']:8} seed {summary['seed']}: {100 * summary['test_accuracy']:.2f} % "
+            f"({summary['evaluated_on']}, last of {summary['epochs']} epochs), {summary['step_ms']:.2f} ms/step"
+        )
+
+
+def suitable_progress() -> Progress:
+    """Return a bar for a terminal, lines of JSON for anything else."""
+    return TerminalProgress() if sys.stderr.isatty() else LogProgress()

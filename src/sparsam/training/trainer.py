@@ -1,0 +1,332 @@
+"""The training loop, from top to bottom.
+
+A run is a function of its recipe: weights, order of images, augmentation, dropout and masks all start from seeds, and
+what a step needs of the past is in the checkpoint. In deterministic mode a resumed run is the uninterrupted
+one, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sparsam.graphs import CapturedStep
+from sparsam.optimizer import SAM
+from sparsam.training.build import build_loader, build_loss, build_network, build_optimizer
+from sparsam.training.checkpoint import load_checkpoint, save_checkpoint
+from sparsam.training.environment import describe_environment
+from sparsam.training.flops import theoretical_flops
+from sparsam.training.progress import Progress
+from sparsam.training.recipe import Recipe
+from sparsam.training.rundir import RunDirectory
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Interrupted(Exception):
+    """The run was asked to stop, and has saved where it was."""
+
+
+class Trainer:
+    """Trains one recipe in one directory.
+
+    Args:
+        recipe: What to do.
+        directory: Where the run is written.
+        device: Where to train.
+        progress: Who is told.
+    """
+
+    def __init__(
+        self, recipe: Recipe, directory: RunDirectory, *, device: torch.device, progress: Progress | None = None
+    ) -> None:
+        self.recipe, self.directory, self.device = recipe, directory, device
+        self.progress = progress or Progress()
+        _prepare_torch(recipe, self.device)
+
+        self.loader = build_loader(recipe, self.device)
+        self.model = build_network(recipe, self.loader, self.device)
+        captured = recipe.train.cuda_graph and self.device.type == "cuda" and recipe.train.precision != "fp16"
+        self.opt = build_optimizer(recipe, self.model, self.loader, captured=captured)
+        self.loss_fn = build_loss(recipe)
+        self.scaler = torch.amp.GradScaler(self.device.type) if recipe.train.precision == "fp16" else None
+        self._captured = CapturedStep(self.opt, self._closure) if captured else None
+
+        self.epoch = self.batch = 0  # the next batch to train on
+        self.loss_sum = torch.zeros((), device=self.device)  # of the epoch so far
+        self.seconds = 0.0  # of the epoch so far, training only
+        self.elapsed = 0.0  # of all finished epochs
+        self.best = {"accuracy": -1.0, "epoch": 0}
+        self._stop = False
+
+    # ------------------------------------------------------------------------------------------- the run
+
+    def run(self) -> dict[str, Any]:
+        """Train from where the trainer stands to the end; return the summary."""
+        with self._stopping_on_signals(), self.progress:
+            self.progress.start(self.recipe, self.loader.steps, self.epoch)
+            while self.epoch < self.recipe.train.epochs:
+                self._train_epoch()
+                metrics = self._metrics()
+                self.directory.add_metrics(metrics)
+                self.progress.epoch_done(metrics)
+                self._next_epoch(metrics)
+            summary = self._summary()
+            self.directory.write_summary(summary)
+            self.progress.done(summary)
+        return summary
+
+    def _train_epoch(self) -> None:
+        self.model.train()
+        every = self.recipe.train.checkpoint_steps
+        start, already = time.perf_counter(), self.seconds
+        for x, y in self._batches():
+            self.x, self.y = x, y
+            self._set_lr()
+            self.loss_sum += self._step()
+            self.batch += 1
+            if self.batch % 10 == 0:
+                self.seconds = already + time.perf_counter() - start
+                self.progress.step_done(self.batch, self.seconds)
+            if self._stop or (every and self.batch % every == 0):
+                self._synchronise()
+                self.seconds = already + time.perf_counter() - start
+                self.save(self.directory.last)
+                if self._stop:
+                    raise Interrupted(f"stopped in epoch {self.epoch + 1}, batch {self.batch}")
+        self._synchronise()
+        self.seconds = already + time.perf_counter() - start
+
+    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        layout = torch.channels_last if self.recipe.train.channels_last else torch.contiguous_format
+        for x, y in self.loader.epoch(self.epoch, self.batch):
+            x = x.contiguous(memory_format=layout)
+            if self._captured is None or not hasattr(self, "x"):
+                yield x, y
+            else:  # a captured step reads where the first batch was
+                self.x.copy_(x)
+                self.y.copy_(y)
+                yield self.x, self.y
+
+    def _step(self) -> Tensor:
+        if self.scaler is not None:
+            return self._scaled_step(self.scaler)
+        step: Callable[[], Any] = self._captured or (lambda: self.opt.step(self._closure))  # type: ignore[arg-type]
+        loss: Tensor = step()
+        return loss.detach()
+
+    def _closure(self) -> Tensor:
+        self.opt.zero_grad()
+        loss = self._loss()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    def _scaled_step(self, scaler: torch.amp.GradScaler) -> Tensor:
+        """Take an fp16 step: a scaler refuses closures, and skips the step after an overflow."""
+        self.opt.zero_grad()
+        loss = self._loss()
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        if isinstance(self.opt, SAM):
+            with self.opt.perturbed():
+                self.opt.zero_grad()
+                scaler.scale(self._loss()).backward()  # type: ignore[no-untyped-call]
+        scaler.step(self.opt)
+        scaler.update()
+        return loss.detach()
+
+    def _loss(self) -> Tensor:
+        with self._autocast():
+            loss: Tensor = self.loss_fn(self.model(self.x), self.y)
+        return loss
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        dtype = AUTOCAST.get(self.recipe.train.precision)
+        return torch.autocast(self.device.type, dtype) if dtype else contextlib.nullcontext()
+
+    def _set_lr(self) -> None:
+        total = self.recipe.train.epochs * self.loader.steps
+        done = self.epoch * self.loader.steps + self.batch
+        self.lr = self.recipe.optimizer.lr * (1 + math.cos(math.pi * done / total)) / 2
+        for group in self.opt.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(self.lr)
+            else:
+                group["lr"] = self.lr
+
+    @torch.no_grad()
+    def evaluate(self) -> tuple[float, float, int]:
+        """Return loss and accuracy over the evaluation images, and their number."""
+        self.model.eval()
+        loss, right, count = (torch.zeros((), device=self.device) for _ in range(3))
+        for x, y in self.loader.evaluation():
+            with self._autocast():
+                outputs = self.model(x)
+            loss += F.cross_entropy(outputs.float(), y, reduction="sum")
+            right += (outputs.argmax(1) == y).sum()
+            count += len(y)
+        total_loss, total_right, total = torch.stack([loss, right, count]).tolist()
+        return total_loss / total, total_right / total, int(total)
+
+    # -------------------------------------------------------------------------------- metrics and saving
+
+    def _metrics(self) -> dict[str, Any]:
+        loss, accuracy, _ = self.evaluate()
+        shares = mask_density(self.opt, self.model) if isinstance(self.opt, SAM) else None
+        return {
+            "epoch": self.epoch + 1,
+            "steps": (self.epoch + 1) * self.loader.steps,
+            "train_loss": self.loss_sum.item() / self.loader.steps,
+            "test_loss": loss,
+            "test_accuracy": accuracy,
+            "lr": self.lr,
+            "rho": float(self.opt.param_groups[0]["rho"]) if isinstance(self.opt, SAM) else None,
+            "seconds": self.seconds,
+            "elapsed": self.elapsed + self.seconds,
+            "step_ms": 1000 * self.seconds / self.loader.steps,
+            "perturbed": shares.pop("") if shares else None,
+            "mask_density": shares,
+        }
+
+    def _next_epoch(self, metrics: dict[str, Any]) -> None:
+        self.elapsed = metrics["elapsed"]
+        self.epoch += 1
+        self.batch, self.seconds = 0, 0.0
+        self.loss_sum.zero_()
+        if metrics["test_accuracy"] > self.best["accuracy"]:
+            self.best = {"accuracy": metrics["test_accuracy"], "epoch": self.epoch}
+            save_checkpoint(self.directory.best, {"model": self.model.state_dict(), "epoch": self.epoch})
+        if self.epoch % self.recipe.train.checkpoint_epochs == 0 or self.epoch == self.recipe.train.epochs:
+            self.save(self.directory.last)
+
+    def _summary(self) -> dict[str, Any]:
+        epochs = self.directory.metrics()
+        peak = torch.cuda.max_memory_allocated(self.device) / 2**20 if self.device.type == "cuda" else None
+        return {
+            "name": self.recipe.name,
+            "method": self.recipe.method,
+            "seed": self.recipe.train.seed,
+            "epochs": len(epochs),
+            "test_accuracy": epochs[-1]["test_accuracy"],
+            "best_accuracy": self.best["accuracy"],
+            "best_epoch": self.best["epoch"],
+            "evaluated_on": self.recipe.evaluated_on,
+            "step_ms": statistics.median(m["step_ms"] for m in epochs),
+            "seconds": epochs[-1]["elapsed"],
+            "peak_memory_mb": peak,
+            "perturbed": epochs[-1]["perturbed"],
+            "theoretical_flops": theoretical_flops(epochs[-1]["perturbed"]),
+            "extra": {},
+        }
+
+    def save(self, path: Any) -> None:
+        """Write everything that the rest of the run depends on."""
+        rng = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            rng["cuda"] = torch.cuda.get_rng_state(self.device)
+        save_checkpoint(
+            path,
+            {
+                "model": self.model.state_dict(),
+                "optimizer": self.opt.state_dict(),
+                "scaler": self.scaler.state_dict() if self.scaler else None,
+                "rng": rng,
+                "epoch": self.epoch,
+                "batch": self.batch,
+                "loss_sum": self.loss_sum,
+                "seconds": self.seconds,
+                "elapsed": self.elapsed,
+                "best": self.best,
+            },
+        )
+
+    def load(self, path: Any) -> None:
+        """Go to where a checkpoint was written."""
+        saved = load_checkpoint(path, self.device)
+        self.model.load_state_dict(saved["model"])
+        self.opt.load_state_dict(saved["optimizer"])
+        if self.scaler:
+            self.scaler.load_state_dict(saved["scaler"])
+        torch.set_rng_state(saved["rng"]["cpu"].cpu())
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(saved["rng"]["cuda"].cpu(), self.device)
+        self.epoch, self.batch = saved["epoch"], saved["batch"]
+        self.loss_sum.copy_(saved["loss_sum"])
+        self.seconds, self.elapsed, self.best = saved["seconds"], saved["elapsed"], saved["best"]
+
+    # -------------------------------------------------------------------------------------------- helpers
+
+    def _synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @contextlib.contextmanager
+    def _stopping_on_signals(self) -> Iterator[None]:
+        """Let Ctrl-C and SIGTERM end the step, save and stop; a second Ctrl-C stops at once."""
+
+        def stop(number: int, frame: Any) -> None:
+            self._stop = True
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def train(
+    recipe: Recipe, path: Any, *, device: torch.device | None = None, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Train a recipe in a new directory."""
+    directory = RunDirectory(path)
+    device = device or default_device()
+    directory.create(recipe, describe_environment(device))
+    return Trainer(recipe, directory, device=device, progress=progress).run()
+
+
+def resume(path: Any, *, device: torch.device | None = None, progress: Progress | None = None) -> dict[str, Any]:
+    """Continue a run from its latest checkpoint; from its start if it has none."""
+    directory = RunDirectory(path)
+    if directory.finished:
+        return directory.summary()
+    trainer = Trainer(directory.recipe(), directory, device=device or default_device(), progress=progress)
+    if directory.last.exists():
+        trainer.load(directory.last)
+    directory.keep_epochs(trainer.epoch)
+    return trainer.run()
+
+
+def default_device() -> torch.device:
+    """Return a GPU if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def mask_density(opt: SAM, model: torch.nn.Module) -> dict[str, float]:
+    """Return the share of perturbed weights of each stage of the model, and under "" that of all weights."""
+    chosen: dict[str, Any] = {}
+    total: dict[str, int] = {}
+    names = {p: name.partition(".")[0] for name, p in model.named_parameters()}
+    params = [p for group in opt.param_groups for p in group["params"]]
+    for p, m in zip(params, opt.selection or [], strict=True):
+        for stage in ("", names[p]):
+            total[stage] = total.get(stage, 0) + p.numel()
+            chosen[stage] = chosen.get(stage, 0) + (m.sum() if isinstance(m, Tensor) else m * p.numel())
+    return {stage: float(chosen[stage]) / total[stage] for stage in total}
+
+
+def _prepare_torch(recipe: Recipe, device: torch.device) -> None:
+    torch.manual_seed(recipe.train.seed)
+    torch.use_deterministic_algorithms(recipe.train.deterministic)
+    torch.backends.cudnn.benchmark = not recipe.train.deterministic
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
