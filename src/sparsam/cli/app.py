@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import rich
 import typer
-from rich.table import Table as RichTable
 
 from sparsam.cli import doctor as doctor_module
+from sparsam.cli.table import show_table
 from sparsam.data.cifar import CifarError
 from sparsam.data.image_folder import ImageFolderError
 from sparsam.report import ReportError, collect, summary_table, write_report
@@ -111,6 +111,9 @@ def compare(
     from sparsam.training.comparison import compare_recipes
     from sparsam.training.progress import suitable_progress
 
+    finished = len(list(output.glob("*/summary.json")))
+    if finished:
+        rich.print(f"{finished} runs in {output} are finished already and are not repeated")
     runs = compare_recipes(
         recipes, seeds, output, overrides=settings, device=_device(device), progress=suitable_progress
     )
@@ -140,19 +143,14 @@ def doctor() -> None:
 
 
 def _show(runs: list[Path]) -> None:
-    table = summary_table(collect(runs))
-    shown = RichTable(box=rich.box.SIMPLE_HEAD)
-    for i, column in enumerate(table.columns):
-        shown.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
-    for row in table.rows:
-        shown.add_row(*(f"{cell.text}\n[dim]{cell.note}[/dim]" if cell.note else cell.text for cell in row))
-    rich.print(shown)
+    show_table(summary_table(collect(runs)), rich.get_console())
 
 
 def _accuracy(summary: dict[str, Any]) -> str:
+    last, best = (f"{100 * summary[key]:.2f} %" for key in ("test_accuracy", "best_accuracy"))
     return (
-        f"{summary['method']}: {100 * summary['test_accuracy']:.2f} % of the {summary['evaluated_on']} images after the last "
-        f"of {summary['epochs']} epochs (best: {100 * summary['best_accuracy']:.2f} %, epoch {summary['best_epoch']})"
+        f"{summary['method']}: {last} of the {summary['evaluated_on']} images after the last of {summary['epochs']} "
+        f"epochs (best: {best}, epoch {summary['best_epoch']})"
     )
 
 

@@ -59,4 +59,4 @@ def _external(name: str, classes: int, channels: int) -> nn.Module:
     return torchvision.models.get_model(model, num_classes=classes)  # type: ignore[no-any-return]
 
 
-__all__ = ["NAMES", "STEMS", "ResNet", "VGG11BN", "WideResNet", "build_model"]
+__all__ = ["NAMES", "STEMS", "VGG11BN", "ResNet", "WideResNet", "build_model"]

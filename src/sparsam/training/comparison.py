@@ -45,6 +45,8 @@ def compare_recipes(
         if (path / "recipe.json").is_file():
             if RunDirectory(path).recipe() != recipe:
                 raise RecipeError(f"{path} holds a run of another recipe; choose another --output or delete it")
+            if RunDirectory(path).finished:
+                continue
             resume(path, device=device, progress=progress())
         else:
             train(recipe, path, device=device, progress=progress())

@@ -30,6 +30,9 @@ class Progress:
     def epoch_done(self, metrics: dict[str, Any]) -> None:
         """Tell what an epoch brought."""
 
+    def remark(self, text: str) -> None:
+        """Tell something worth knowing; it may be told again and again."""
+
     def done(self, summary: dict[str, Any]) -> None:
         """Tell how the run ended."""
 
@@ -39,10 +42,17 @@ class LogProgress(Progress):
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self.stream = stream or sys.stderr
+        self.remarks: set[str] = set()
 
     def start(self, recipe: Recipe, steps: int, epoch: int) -> None:
         """Note the run's name for the lines to come."""
         self.name, self.seed = recipe.name, recipe.train.seed
+
+    def remark(self, text: str) -> None:
+        """Write a line, once."""
+        if text not in self.remarks:
+            self.remarks.add(text)
+            print(json.dumps({"run": self.name, "seed": self.seed, "remark": text}), file=self.stream, flush=True)
 
     def epoch_done(self, metrics: dict[str, Any]) -> None:
         """Write one line."""
@@ -55,6 +65,7 @@ class TerminalProgress(Progress):
 
     def __init__(self) -> None:
         rich = need("rich.progress", "progress bars", extra="train")
+        self.remarks: set[str] = set()
         self._bar = rich.Progress(
             rich.TextColumn("[bold]{task.description}"),
             rich.BarColumn(),
@@ -91,6 +102,12 @@ class TerminalProgress(Progress):
             completed=self.epoch * self.steps + batch,
             epoch=f"epoch {self.epoch + 1}/{self.epochs}, {1000 * seconds / batch:.1f} ms/step",
         )
+
+    def remark(self, text: str) -> None:
+        """Print a line above the bar, once."""
+        if text not in self.remarks:
+            self.remarks.add(text)
+            self._bar.console.print(text, style="dim")
 
     def epoch_done(self, metrics: dict[str, Any]) -> None:
         """Show the epoch's numbers."""

@@ -123,6 +123,7 @@ class Train:
     cuda_graph: bool = True
     compile: bool = False
     deterministic: bool = False
+    tensorboard: bool = False
     checkpoint_epochs: int = _whole(1)
     checkpoint_steps: int = _whole(0, 0)
 

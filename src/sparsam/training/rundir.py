@@ -5,6 +5,7 @@ environment.json    versions, hardware, git commit
 metrics.jsonl       one line for each finished epoch
 summary.json        the end result; absent while a run is unfinished
 checkpoints/        last.pt and best.pt
+tensorboard/        events, if the recipe asks for them
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from sparsam.extras import need
 from sparsam.training.recipe import Recipe, RecipeError, recipe_from
 
 
@@ -69,6 +71,19 @@ class RunDirectory:
         """Append the metrics of an epoch."""
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(metrics) + "\n")
+
+    def add_events(self, metrics: dict[str, Any]) -> None:
+        """Write the metrics of an epoch as TensorBoard events."""
+        need("tensorboard", "TensorBoard events", extra="tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder, epoch = str(self.path / "tensorboard"), metrics["epoch"]
+        with SummaryWriter(folder, purge_step=epoch) as writer:
+            for key, value in metrics.items():
+                if isinstance(value, float):
+                    writer.add_scalar(key, value, epoch)
+            for layer, share in (metrics["mask_density"] or {}).items():
+                writer.add_scalar(f"mask_density/{layer}", share, epoch)
 
     def summary(self) -> dict[str, Any]:
         """Return the end result."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import signal
 import statistics
 import time
@@ -78,6 +79,8 @@ class Trainer:
                 self._train_epoch()
                 metrics = self._metrics()
                 self.directory.add_metrics(metrics)
+                if self.recipe.train.tensorboard:
+                    self.directory.add_events(metrics)
                 self.progress.epoch_done(metrics)
                 self._next_epoch(metrics)
             summary = self._summary()
@@ -97,12 +100,17 @@ class Trainer:
             if self.batch % 10 == 0:
                 self.seconds = already + time.perf_counter() - start
                 self.progress.step_done(self.batch, self.seconds)
+            if self._captured and self._captured.eager_because:
+                self.progress.remark(f"no CUDA graph: {self._captured.eager_because}")
             if self._stop or (every and self.batch % every == 0):
                 self._synchronise()
                 self.seconds = already + time.perf_counter() - start
                 self.save(self.directory.last)
                 if self._stop:
-                    raise Interrupted(f"stopped in epoch {self.epoch + 1}, batch {self.batch}")
+                    raise Interrupted(
+                        f"stopped in epoch {self.epoch + 1} after batch {self.batch}; "
+                        f"continue with: sparsam train --resume {self.directory.path}"
+                    )
         self._synchronise()
         self.seconds = already + time.perf_counter() - start
 
@@ -326,6 +334,8 @@ def mask_density(opt: SAM, model: torch.nn.Module) -> dict[str, float]:
 
 def _prepare_torch(recipe: Recipe, device: torch.device) -> None:
     torch.manual_seed(recipe.train.seed)
+    if recipe.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for to be deterministic
     torch.use_deterministic_algorithms(recipe.train.deterministic)
     torch.backends.cudnn.benchmark = not recipe.train.deterministic
     if device.type == "cuda":

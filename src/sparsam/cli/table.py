@@ -1,0 +1,35 @@
+"""The table of a comparison, as wide as the terminal allows."""
+
+from __future__ import annotations
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from sparsam.report import Table
+from sparsam.report.table import NONE
+
+NOTES = 118  # from this width on, cells have their notes
+LEAST_WANTED = ("Training time", "Peak memory, MB", "Weight decay", "Seeds", "ρ")  # left out first where room is short
+
+
+def show_table(table: Table, console: Console) -> None:
+    """Print the table: no column that is empty, and none that does not fit (the page has them all)."""
+    columns = [i for i in range(len(table.columns)) if any(row[i].text != NONE for row in table.rows)]
+    for name in LEAST_WANTED:
+        if sum(_width(table, i) + 3 for i in columns) > console.width:
+            columns = [i for i in columns if table.columns[i] != name]
+    shown = RichTable(box=SIMPLE_HEAD, pad_edge=False)
+    notes = console.width >= NOTES
+    for i in columns:
+        shown.add_column(table.columns[i], justify="left" if i == 0 else "right")
+    for row in table.rows:
+        cells = [row[i] for i in columns]
+        shown.add_row(*(f"{c.text}\n[dim]{c.note}[/dim]" if notes and c.note else c.text for c in cells))
+    console.print(shown)
+
+
+def _width(table: Table, column: int) -> int:
+    """Return the room that a column needs at least: its longest cell, and the longest word of its heading."""
+    words = table.columns[column].split()
+    return max(len(text) for text in (*words, *(row[column].text for row in table.rows)))

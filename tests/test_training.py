@@ -1,0 +1,248 @@
+"""The trainer: its numbers, its files, and runs that are stopped and taken up again."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from cases import same
+from sparsam.training import load_recipe, resume, train
+from sparsam.training.build import build_loader, build_network
+from sparsam.training.checkpoint import CheckpointError, load_checkpoint
+from sparsam.training.recipe import RecipeError
+from sparsam.training.rundir import RunDirectory
+
+ROOT = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+METHODS = ["sgd", "sam", "ssam-f", "ssam-d"]
+TIMES = {"seconds", "elapsed", "step_ms"}
+
+
+def recipe(method="sam", *settings):
+    return load_recipe(
+        ROOT / f"recipes/digits-{method}.toml", ["train.epochs=2", "train.deterministic=true", *settings]
+    )
+
+
+def numbers(metrics):
+    """All but the times."""
+    return [{key: value for key, value in m.items() if key not in TIMES} for m in metrics]
+
+
+def final_weights(path):
+    return list(load_checkpoint(Path(path) / "checkpoints" / "last.pt", CPU)["model"].values())
+
+
+def test_sgd_equals_a_plain_loop(tmp_path):
+    """The trainer's losses and weights are those of a loop written here."""
+    r = recipe("sgd")
+    train(r, tmp_path / "run", device=CPU)
+
+    torch.manual_seed(0)
+    loader = build_loader(r, CPU)
+    model = build_network(r, loader, CPU)
+    opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+    step, losses = 0, []
+    for epoch in range(2):
+        model.train()
+        total = 0.0
+        for x, y in loader.epoch(epoch):
+            opt.param_groups[0]["lr"] = 0.05 * (1 + math.cos(math.pi * step / 24)) / 2
+            opt.zero_grad()
+            loss = F.cross_entropy(model(x.contiguous(memory_format=torch.channels_last)), y)
+            loss.backward()
+            opt.step()
+            total += loss.item()
+            step += 1
+        losses.append(total / 12)
+    metrics = RunDirectory(tmp_path / "run").metrics()
+    assert [m["train_loss"] for m in metrics] == pytest.approx(losses, rel=1e-6)
+    assert same(final_weights(tmp_path / "run"), list(model.state_dict().values()))
+    model.eval()
+    with torch.no_grad():
+        right = sum((model(x).argmax(1) == y).sum().item() for x, y in loader.evaluation())
+    assert metrics[-1]["test_accuracy"] == right / 597
+
+
+def test_the_files_of_a_run(tmp_path):
+    summary = train(recipe("ssam-d"), tmp_path / "run", device=CPU)
+    files = {str(p.relative_to(tmp_path / "run")) for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    assert files == {
+        "recipe.json",
+        "environment.json",
+        "metrics.jsonl",
+        "summary.json",
+        "checkpoints/last.pt",
+        "checkpoints/best.pt",
+    }
+    directory = RunDirectory(tmp_path / "run")
+    assert directory.recipe() == recipe("ssam-d")
+    assert directory.summary() == summary
+    metrics = directory.metrics()
+    assert [m["epoch"] for m in metrics] == [1, 2]
+    assert summary["test_accuracy"] == metrics[-1]["test_accuracy"]  # the last epoch is the headline
+    assert summary["best_accuracy"] == max(m["test_accuracy"] for m in metrics)
+    assert summary["perturbed"] == pytest.approx(0.5, abs=1e-4)
+    assert summary["theoretical_flops"] == pytest.approx(1.647, abs=1e-3)
+    assert set(metrics[0]["mask_density"]) == {"stem", "layer1", "layer2", "layer3", "head"}
+    environment = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert environment["torch"] == torch.__version__
+
+
+def test_a_new_run_does_not_write_over_an_old_one(tmp_path):
+    train(recipe("sgd", "train.epochs=1"), tmp_path / "run", device=CPU)
+    with pytest.raises(RecipeError, match="holds a run already; continue it with --resume"):
+        train(recipe("sgd"), tmp_path / "run", device=CPU)
+
+
+def test_seeds_matter_and_repeat(tmp_path):
+    results = {}
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        train(recipe("sam", f"train.seed={seed}"), tmp_path / name, device=CPU)
+        results[name] = final_weights(tmp_path / name)
+    assert same(results["a"], results["b"])
+    assert not same(results["a"], results["c"])
+
+
+def start(method, path, *settings, resume_run=False):
+    arguments = (
+        ["--resume", str(path)]
+        if resume_run
+        else [f"{ROOT}/recipes/digits-{method}.toml", "--output", str(path)]
+        + [part for s in ("train.epochs=3", "train.deterministic=true", *settings) for part in ("--set", s)]
+    )
+    return subprocess.Popen(
+        [sys.executable, "-m", "sparsam", "train", "--device", "cpu", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def finish(process, code=0):
+    output = process.communicate(timeout=300)[0]
+    assert process.returncode == code, output
+    return output
+
+
+def wait_for_checkpoint(path, batch):
+    """Wait until a checkpoint in the midst of the second epoch is there."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        last = path / "checkpoints" / "last.pt"
+        if last.exists():
+            saved = load_checkpoint(last, CPU)
+            if saved["epoch"] == 1 and saved["batch"] >= batch:
+                return
+        time.sleep(0.005)
+    raise TimeoutError("no checkpoint in the midst of the second epoch")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_kill_9_in_mid_epoch_and_resume_is_bit_exact(tmp_path, method):
+    whole = start(method, tmp_path / "whole", "train.checkpoint_steps=1")
+    finish(whole)
+    killed = start(method, tmp_path / "killed", "train.checkpoint_steps=1")
+    wait_for_checkpoint(tmp_path / "killed", 3)
+    killed.kill()
+    finish(killed, code=-signal.SIGKILL)
+    saved = load_checkpoint(tmp_path / "killed" / "checkpoints" / "last.pt", CPU)
+    assert 0 < saved["batch"] < 12 or saved["epoch"] > 1
+    assert not (tmp_path / "killed" / "summary.json").exists()
+
+    resumed = start(method, tmp_path / "killed", resume_run=True)
+    finish(resumed)
+    runs = [RunDirectory(tmp_path / name) for name in ("whole", "killed")]
+    assert numbers(runs[0].metrics()) == numbers(runs[1].metrics())
+    assert same(final_weights(runs[0].path), final_weights(runs[1].path))
+    optimizers = [load_checkpoint(run.last, CPU)["optimizer"] for run in runs]
+    assert str(optimizers[0]) == str(optimizers[1])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_save_and_exit_cleanly(tmp_path, number):
+    stopped = start("ssam-d", tmp_path / "stopped", "train.epochs=40")
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "stopped" / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    stopped.send_signal(number)
+    output = finish(stopped, code=1)
+    assert "stopped in epoch" in output
+    assert "--resume" in output
+    assert "Traceback" not in output
+    assert (tmp_path / "stopped" / "checkpoints" / "last.pt").exists()
+
+
+def test_resuming_a_finished_run_returns_its_summary(tmp_path):
+    summary = train(recipe("sgd", "train.epochs=1"), tmp_path / "run", device=CPU)
+    assert resume(tmp_path / "run", device=CPU) == summary
+
+
+def test_resume_without_a_checkpoint_starts_again(tmp_path):
+    r = recipe("sgd", "train.epochs=1")
+    RunDirectory(tmp_path / "run").create(r, {})
+    resume(tmp_path / "run", device=CPU)
+    train(r, tmp_path / "other", device=CPU)
+    assert same(final_weights(tmp_path / "run"), final_weights(tmp_path / "other"))
+
+
+def test_checkpoints_are_atomic_and_need_no_pickle(tmp_path, monkeypatch):
+    train(recipe("sgd", "train.epochs=1"), tmp_path / "run", device=CPU)
+    last = tmp_path / "run" / "checkpoints" / "last.pt"
+    before = last.read_bytes()
+    monkeypatch.setattr(torch, "save", lambda content, file: (file.write(b"half"), 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        from sparsam.training.checkpoint import save_checkpoint
+
+        save_checkpoint(last, {})
+    assert last.read_bytes() == before
+    last.write_bytes(before[:1000])
+    with pytest.raises(CheckpointError, match=r"last\.pt cannot be read"):
+        load_checkpoint(last, CPU)
+    with pytest.raises(CheckpointError, match="there is no checkpoint at"):
+        load_checkpoint(tmp_path / "none.pt", CPU)
+
+
+@pytest.mark.parametrize("settings", [["train.precision=bf16"], ["train.precision=fp16"], ["optimizer.name=adamw", "optimizer.lr=0.003"],
+                                      ["train.channels_last=false"], ["mask.kind=norm"], ["mask.kind=random"], ["sam.adaptive=true", "sam.rho=1"],
+                                      ["train.label_smoothing=0.1"], ["model.name=wrn-10-1"]])  # fmt: skip
+def test_every_setting_trains(tmp_path, settings):
+    summary = train(recipe("sam", "train.epochs=6", *settings), tmp_path / "run", device=CPU)
+    assert summary["test_accuracy"] > 0.5
+
+
+def test_a_validation_split_leaves_the_test_images_alone(tmp_path):
+    summary = train(recipe("sgd", "data.validation=200"), tmp_path / "run", device=CPU)
+    assert summary["evaluated_on"] == "validation"
+    assert RunDirectory(tmp_path / "run").metrics()[-1]["steps"] == 20  # 1,000 images are left
+
+
+def test_tensorboard_without_the_package_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    message = re.escape("TensorBoard events need the package tensorboard: pip install 'sparsam[tensorboard]'")
+    with pytest.raises(ImportError, match=message):
+        train(recipe("sgd", "train.epochs=1", "train.tensorboard=true"), tmp_path / "run", device=CPU)
+
+
+def test_tensorboard_events(tmp_path):
+    pytest.importorskip("tensorboard", reason="needs the extra [tensorboard]")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(recipe("ssam-d", "train.tensorboard=true"), tmp_path / "run", device=CPU)
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    metrics = RunDirectory(tmp_path / "run").metrics()
+    for key in ("train_loss", "test_accuracy", "perturbed"):
+        assert [e.value for e in events.Scalars(key)] == pytest.approx([m[key] for m in metrics], rel=1e-6)
+    assert "mask_density/layer1" in events.Tags()["scalars"]
