@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types format clean
+.PHONY: help setup demo test test-page lint types format clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -23,6 +23,9 @@ demo: $(READY)  ## train a small network on embedded data with SGD, SAM and spar
 
 test: $(READY)  ## all tests that need neither a GPU nor many minutes
 	$(BIN)/python -m pytest --numprocesses 2
+
+test-page: $(READY)  ## the report page in a real browser (needs chromium and chromedriver; `make test` skips it without)
+	$(BIN)/python -m pytest tests/test_report_page.py tests/test_commands.py -k page
 
 lint: $(READY)  ## ruff: lint and format
 	$(BIN)/ruff check .

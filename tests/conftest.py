@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from browser import chromium  # noqa: F401, a fixture
+
 settings.register_profile("sparsam", deadline=None, derandomize=True, max_examples=100)
 settings.load_profile("sparsam")
 torch.set_num_threads(1)

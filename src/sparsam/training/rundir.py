@@ -40,14 +40,18 @@ class RunDirectory:
         return (self.path / "summary.json").is_file()
 
     def create(self, recipe: Recipe, environment: dict[str, Any]) -> None:
-        """Start a new run here; refuse to write over an old one."""
+        """Start a new run here."""
+        self.check_new()
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._write("recipe.json", recipe.to_dict())
+        self._write("environment.json", environment)
+
+    def check_new(self) -> None:
+        """Refuse to write over an old run."""
         if (self.path / "recipe.json").exists():
             raise RecipeError(
                 f"{self.path} holds a run already; continue it with --resume {self.path}, or choose another --output"
             )
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._write("recipe.json", recipe.to_dict())
-        self._write("environment.json", environment)
 
     def recipe(self) -> Recipe:
         """Return the recipe of the run."""

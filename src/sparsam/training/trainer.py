@@ -297,9 +297,11 @@ def train(
 ) -> dict[str, Any]:
     """Train a recipe in a new directory."""
     directory = RunDirectory(path)
+    directory.check_new()
     device = device or default_device()
-    directory.create(recipe, describe_environment(device))
-    return Trainer(recipe, directory, device=device, progress=progress).run()
+    trainer = Trainer(recipe, directory, device=device, progress=progress)
+    directory.create(recipe, describe_environment(device))  # after all that can go wrong
+    return trainer.run()
 
 
 def resume(path: Any, *, device: torch.device | None = None, progress: Progress | None = None) -> dict[str, Any]:
