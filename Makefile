@@ -18,6 +18,7 @@ $(READY): pyproject.toml constraints.txt src/sparsam/_version.py
 	@touch $@
 
 demo: $(READY)  ## train a small network on embedded data with SGD, SAM and sparse SAM, and compare
+	rm -rf runs/demo
 	$(BIN)/sparsam compare recipes/digits-sgd.toml recipes/digits-sam.toml recipes/digits-ssam-f.toml \
 		recipes/digits-ssam-d.toml --seeds 3 --output runs/demo
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -66,15 +67,43 @@ def test_compare_prints_the_runs_numbers(compared):
 def test_compare_again_repeats_nothing(compared):
     output, _, recipes = compared
     before = {p: p.stat().st_mtime_ns for p in output.rglob("*.jsonl")}
-    text = sparsam("compare", *recipes, "--seeds", 2, "--output", output, *QUICK).stdout
-    assert "8 runs in" in text
+    sparsam("compare", *recipes, "--seeds", 2, "--output", output, *QUICK)
     assert {p: p.stat().st_mtime_ns for p in output.rglob("*.jsonl")} == before
 
 
 def test_compare_refuses_another_recipe_in_the_same_place(compared):
     output, _, recipes = compared
-    done = sparsam("compare", recipes[0], "--output", output, "--device", "cpu", code=1)
-    assert re.search("error: .*digits-sgd-seed0 holds a run of another recipe", done.stderr)
+    new = "recipes/digits-sam.toml"
+    done = sparsam("compare", new, recipes[0], "--seeds", 3, "--output", output, "--device", "cpu", code=1)
+    assert re.search("error: .*digits-.*-seed0 holds a run of another recipe", done.stderr)
+    assert not (output / "digits-sam-seed2").exists()  # refused before anything was trained
+
+
+def test_compare_continues_a_stopped_run_and_sets_the_mask_only_where_there_is_one(compared, tmp_path):
+    output, _, recipes = compared
+    shutil.copytree(output / "digits-ssam-d-seed0", tmp_path / "digits-ssam-d-seed0")
+    (tmp_path / "digits-ssam-d-seed0" / "summary.json").unlink()
+    sparsam("compare", *recipes[2:], "--output", tmp_path, *QUICK)
+    whole, again = (
+        json.loads((place / "digits-ssam-d-seed0" / "summary.json").read_text()) for place in (output, tmp_path)
+    )
+    assert whole == again
+    sparsam(
+        "compare",
+        *recipes[1:3],
+        "--output",
+        tmp_path / "s",
+        *QUICK,
+        "--set",
+        "train.epochs=1",
+        "--set",
+        "mask.sparsity=0.9",
+    )
+    shares = [
+        json.loads((tmp_path / "s" / f"{n}-seed0" / "summary.json").read_text())["perturbed"]
+        for n in ("digits-sam", "digits-ssam-f")
+    ]
+    assert shares == pytest.approx([1.0, 0.1], abs=1e-4)
 
 
 def test_the_page_of_a_real_comparison(compared, chromium, tmp_path):
@@ -128,10 +157,12 @@ REFUSED = [
     (["train", "recipes/digits-sam.toml", "--set", "sam.rho=-1"], "error: sam.rho must be a number >= 0, but is -1.0"),
     (["train", "recipes/digits-sam.toml", "--device", "quantum"], "error: --device must be a device that is there"),
     (["train", "recipes/cifar10-resnet18-sam.toml", "--set", "data.root=nowhere", "-o", "{tmp}/x"], "error: cifar10 is not at"),
-    (["train", "recipes/imagenet-resnet50-sgd.toml", "--set", "data.root=nowhere", "-o", "{tmp}/y"], "error: "),
+    (["train", "recipes/imagenet-resnet50-sgd.toml", "--set", "data.root=nowhere", "-o", "{tmp}/y"], "error: there is no folder nowhere"),
+    (["train", "--resume", "{tmp}", "--model", "resnet18"], "--set, --model and --output do not go with it"),
+    (["train", "recipes/digits-sam.toml", "--model", "resnet19", "-o", "{tmp}/z"], "error: model must be one of resnet18,"),
     (["train", "--resume", "{tmp}"], "is not the directory of a run: it has no recipe.json"),
     (["evaluate", "{tmp}"], "is not the directory of a run: it has no recipe.json"),
-    (["report", "{tmp}"], "error: "),
+    (["report", "{tmp}"], "is not a run directory: it has no recipe.json"),
 ]  # fmt: skip
 
 

@@ -150,6 +150,12 @@ CONSTRUCTION = [
         "maximize must be False, but is True in parameter group 0",
     ),
     (lambda: SAM([w()], SGD([w()], lr=0.1)), TypeError, "SAM.wrap(base_optimizer) takes an instance"),
+    (lambda: SAM([w()], "sgd"), TypeError, "base_optimizer must be a class such as torch.optim.SGD, but is 'sgd'"),
+    (
+        lambda: SAM(LINEAR, SGD),
+        TypeError,
+        "params must be parameters or parameter groups, but is a module; pass model.parameters()",
+    ),
     (lambda: SAM.wrap(SAM([w()], SGD, lr=0.1)), TypeError, "SAM is a SAM itself"),
     (
         lambda: SAM([w()], lambda params: "no optimizer"),

@@ -76,10 +76,12 @@ def test_refused(override, message):
     [
         ("[sam]\nenabled = false\n[mask]\nkind = 'fisher'", "mask has no meaning where sam.enabled is false"),
         ("[data]\nname = 'imagefolder'\nflip = true", "data.flip has no meaning for imagefolder"),
-        ("[data]\nname = 'imagefolder'\nvalidation = 5", "data.validation must be 0 for imagefolder"),
         ("[data]\nname = 'imagefolder'\nresize = 100", "data.resize must be at least data.image_size, 224, but is 100"),
         ("[data", "recipe.toml is not valid TOML"),
-        ("extends = 'gone.toml'", "must name a recipe beside it"),
+        ("extends = 'gone.toml'", "must name a recipe beside it, but is 'gone.toml'"),
+        ("extends = 3", "must name a recipe beside it, but is 3"),
+        ("extends = 'recipe.toml'", "recipe.toml extends itself"),
+        ("data = 3", "data must be a table of settings, but is 3"),
     ],
 )
 def test_refused_files(tmp_path, text, message):

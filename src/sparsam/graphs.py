@@ -55,12 +55,13 @@ class CapturedStep:
         return self._loss  # type: ignore[no-any-return]
 
     def _eager(self) -> Tensor:
-        before = torch.cuda.get_rng_state()
+        before = torch.get_rng_state(), torch.cuda.get_rng_state()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             loss = self._step()
         torch.cuda.current_stream().wait_stream(self._stream)
-        if not torch.equal(before, torch.cuda.get_rng_state()):
+        after = torch.get_rng_state(), torch.cuda.get_rng_state()
+        if not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)):
             self.eager_because = "the model draws random numbers"
         return loss
 

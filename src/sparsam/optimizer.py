@@ -106,6 +106,10 @@ class SAM(Optimizer):
                 f"base_optimizer must be a class, but is an instance of {type(base_optimizer).__name__}; "
                 f"SAM.wrap(base_optimizer) takes an instance"
             )
+        if not callable(base_optimizer):
+            raise TypeError(f"base_optimizer must be a class such as torch.optim.SGD, but is {base_optimizer!r}")
+        if isinstance(params, nn.Module):
+            raise TypeError("params must be parameters or parameter groups, but is a module; pass model.parameters()")
         check_rho(rho)
         self._build(base_optimizer(params, **base_arguments), rho, mask, adaptive, model)
 

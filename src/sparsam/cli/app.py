@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import rich
 import typer
 
+from sparsam._version import __version__
 from sparsam.cli import doctor as doctor_module
 from sparsam.cli.table import show_table
 from sparsam.data.cifar import CifarError
@@ -17,7 +18,6 @@ from sparsam.report import ReportError, collect, summary_table, write_report
 from sparsam.training.checkpoint import CheckpointError
 
 app = typer.Typer(
-    help="Sparse SAM for PyTorch: train, compare and look at sharpness-aware minimization.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -33,10 +33,26 @@ Set = Annotated[
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default: a GPU if there is one.")]
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Sparse SAM for PyTorch: train, compare and look at sharpness-aware minimization."""
+
+
 @app.command()
 def train(
     recipe: Annotated[Path | None, typer.Argument(help="A recipe, such as recipes/digits-sam.toml.")] = None,
     settings: Set = None,
+    model: Annotated[str | None, typer.Option(help="Another network, such as wrn-28-10 or timm:NAME.")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Where to write; default: runs/NAME-seedN.")
     ] = None,
@@ -46,11 +62,13 @@ def train(
     """Train one recipe, or continue a run.
 
     Examples:
-        sparsam train recipes/digits-sam.toml
+    ```
+    sparsam train recipes/digits-sam.toml
+    sparsam train recipes/cifar10-resnet18-sam.toml --set data.root=DATA
+    sparsam train --resume runs/digits-sam-seed0
+    ```
 
-        sparsam train recipes/cifar10-resnet18-sam.toml --set data.root=data --set train.precision=bf16
-
-        sparsam train --resume runs/digits-sam-seed0
+    docs/training.md lists what --set can change.
     """
     from sparsam.training import load_recipe
     from sparsam.training import resume as resume_run
@@ -60,13 +78,15 @@ def train(
     if (recipe is None) == (resume is None):
         raise ValueError("train needs either a recipe or --resume DIR")
     if resume is not None:
-        if settings or output:
-            raise ValueError("--resume continues a run as it was: --set and --output do not go with it")
+        if settings or output or model:
+            raise ValueError("--resume continues a run as it was: --set, --model and --output do not go with it")
         path = resume
+        if (path / "summary.json").is_file():
+            rich.print(f"{path} is finished already")
         summary = resume_run(path, device=_device(device), progress=suitable_progress())
     else:
         assert recipe is not None
-        loaded = load_recipe(recipe, settings)
+        loaded = load_recipe(recipe, [*(settings or []), *([f"model.name={model}"] if model else [])])
         path = output or Path("runs") / f"{loaded.name}-seed{loaded.train.seed}"
         summary = train_run(loaded, path, device=_device(device), progress=suitable_progress())
     rich.print(f"{_accuracy(summary)}; everything is in {path}")
@@ -81,13 +101,15 @@ def evaluate(
     """Measure loss and accuracy of a run's weights again.
 
     Example:
-        sparsam evaluate runs/digits-sam-seed0
+    ```
+    sparsam evaluate runs/digits-sam-seed0
+    ```
     """
     from sparsam.training.evaluation import evaluate_run
 
     result = evaluate_run(run, best=best, device=_device(device))
     rich.print(
-        f"{result['weights']} weights (epoch {result['epoch']}) on {result['count']} {result['evaluated_on']} images: "
+        f"{result['weights']} weights ({result['when']}) on {result['count']} {result['evaluated_on']} images: "
         f"loss {result['loss']:.4f}, accuracy {100 * result['accuracy']:.2f} %"
     )
 
@@ -106,16 +128,20 @@ def compare(
     goes on where it was.
 
     Example:
-        sparsam compare recipes/digits-*.toml --seeds 3
+    ```
+    sparsam compare recipes/digits-*.toml --seeds 3
+    ```
     """
     from sparsam.training.comparison import compare_recipes
     from sparsam.training.progress import suitable_progress
 
-    finished = len(list(output.glob("*/summary.json")))
-    if finished:
-        rich.print(f"{finished} runs in {output} are finished already and are not repeated")
     runs = compare_recipes(
-        recipes, seeds, output, overrides=settings, device=_device(device), progress=suitable_progress
+        recipes,
+        seeds,
+        output,
+        overrides=settings,
+        device=_device(device),
+        progress=lambda: suitable_progress(epochs=False),
     )
     _show(runs)
     page = write_report(runs, output / "report.html")
@@ -130,8 +156,11 @@ def report(
     """Write one self-contained HTML page about runs, and print its table.
 
     Example:
-        sparsam report runs/compare/*-seed* -o page.html
+    ```
+    sparsam report runs/compare/*-seed* -o page.html
+    ```
     """
+    runs = [run for run in runs if run.suffix != ".html"]  # pages beside the runs, where a shell's * finds them
     _show(runs)
     rich.print(f"The page: {write_report(runs, output)}")
 

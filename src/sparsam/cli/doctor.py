@@ -7,42 +7,37 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 OPTIONAL = {
-    "typer": ("the command line", "train"),
-    "rich": ("tables and progress bars", "train"),
-    "sklearn": ("the embedded digits", "train"),
-    "PIL": ("image folders", "train"),
-    "tensorboard": ("TensorBoard events", "tensorboard"),
+    "typer": ("the command line", "'sparsam[train]'"),
+    "rich": ("tables and progress bars", "'sparsam[train]'"),
+    "sklearn": ("the embedded digits", "'sparsam[train]'"),
+    "PIL": ("image folders", "'sparsam[train]'"),
+    "tensorboard": ("TensorBoard events", "'sparsam[tensorboard]'"),
+    "timm": ("models named timm:NAME", "timm"),
+    "torchvision": ("models named torchvision:NAME", "torchvision"),
 }
 DISTRIBUTION = {"sklearn": "scikit-learn", "PIL": "pillow"}
 
 
 def report() -> int:
     """Print what is here; return 0 unless the core is broken."""
+    import numpy
+    import torch
+
+    import sparsam
+
     print(f"python        {platform.python_version()} on {platform.platform()}")
-    core = [_core("torch"), _core("numpy"), _core("sparsam")]
-    if core[0]:
-        _devices()
-    for module, (purpose, extra) in OPTIONAL.items():
+    for module in (torch, numpy, sparsam):
+        print(f"{module.__name__:13} {module.__version__}")
+    _devices()
+    for name, (purpose, remedy) in OPTIONAL.items():
         try:
-            import_module(module)
-            found = version(DISTRIBUTION.get(module, module))
-            print(f"{module:13} {found}")
+            import_module(name)
+            print(f"{name:13} {version(DISTRIBUTION.get(name, name))}")
         except (ImportError, PackageNotFoundError):
-            print(f"{module:13} missing: {purpose} need it. pip install 'sparsam[{extra}]'")
-    if all(core):
-        _step()
-        return 0
-    print("The core is broken: pip install --force-reinstall sparsam")
-    return 1
-
-
-def _core(module: str) -> bool:
-    try:
-        print(f"{module:13} {import_module(module).__version__}")
-    except Exception as error:  # a broken binary raises anything
-        print(f"{module:13} BROKEN: {error}")
-        return False
-    return True
+            print(f"{name:13} missing: {purpose} need it. pip install {remedy}")
+    right = _step()
+    print(f"a step        {'gives the right numbers' if right else 'gives WRONG numbers: the installation is broken'}")
+    return 0 if right else 1
 
 
 def _devices() -> None:
@@ -57,7 +52,7 @@ def _devices() -> None:
         )
 
 
-def _step() -> None:
+def _step() -> bool:
     """Take one step with a known result: w - 0.1 (w + 0.5 w / |w|)."""
     import torch
 
@@ -73,5 +68,4 @@ def _step() -> None:
         return loss
 
     opt.step(closure)
-    right = torch.allclose(w.detach(), torch.tensor([2.67, 3.56]))
-    print(f"a step        {'gives the right numbers' if right else f'is WRONG: {w.tolist()}'}")
+    return torch.allclose(w.detach(), torch.tensor([2.67, 3.56]))

@@ -10,7 +10,13 @@ from sparsam.report import Table
 from sparsam.report.table import NONE
 
 NOTES = 118  # from this width on, cells have their notes
-LEAST_WANTED = ("Training time", "Peak memory, MB", "Weight decay", "Seeds", "ρ")  # left out first where room is short
+LEAST_WANTED = (
+    "Training time",
+    "Peak memory, MB",
+    "Weight decay",
+    "ρ",
+    "FLOPs (theory)",
+)  # left out first where room is short
 
 
 def show_table(table: Table, console: Console) -> None:
@@ -27,6 +33,9 @@ def show_table(table: Table, console: Console) -> None:
         cells = [row[i] for i in columns]
         shown.add_row(*(f"{c.text}\n[dim]{c.note}[/dim]" if notes and c.note else c.text for c in cells))
     console.print(shown)
+    for row in table.rows:
+        if row[0].note and not notes:
+            console.print(f" {row[0].text}: {row[0].note}", style="dim")
 
 
 def _width(table: Table, column: int) -> int:

@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from sparsam.checks import check_whole
 from sparsam.data.augment import normalise
+from sparsam.data.images import validation_split
 from sparsam.data.loaders import AUGMENT, ORDER, Batch
 from sparsam.extras import need
 from sparsam.masks.selection import random_generator
@@ -62,6 +63,10 @@ class ImageFiles:
     def __len__(self) -> int:
         return len(self.y)
 
+    def take(self, indices: np.ndarray[Any, Any]) -> ImageFiles:
+        """Return some of the files."""
+        return ImageFiles(self.folder, self.names[indices], self.y[indices])
+
     def path(self, index: int) -> Path:
         """Return where an image lies."""
         return self.folder / os.fsdecode(self.names[index])
@@ -73,6 +78,11 @@ class ImageFolder(NamedTuple):
     train: ImageFiles
     test: ImageFiles
     classes: tuple[str, ...]
+
+    def with_validation(self, count: int, seed: int) -> ImageFolder:
+        """Return the data with `count` training images, drawn at random, in place of the test images."""
+        held_out, rest = validation_split(len(self.train), count, seed, "the image folder")
+        return self._replace(train=self.train.take(rest.numpy()), test=self.train.take(held_out.numpy()))
 
 
 def load_image_folder(root: str | Path) -> ImageFolder:
@@ -144,6 +154,8 @@ class FolderLoader:
         image_size: Height and width of all batches.
         resize: The shorter side of a test image, before its centre is cropped out.
         workers: Processes that decode; 0: this one does.
+        validation: Evaluate on so many training images, drawn at random, in place of val/; 0: on val/.
+        validation_seed: Which ones.
         skip_corrupt: Take the next image, with a warning, where one cannot be decoded. In an evaluation too, where that
             image then counts twice.
     """
@@ -160,6 +172,8 @@ class FolderLoader:
         image_size: int = 224,
         resize: int = 256,
         workers: int = 4,
+        validation: int = 0,
+        validation_seed: int = 0,
         skip_corrupt: bool = False,
     ) -> None:
         need("PIL.Image", "image folders", extra="train")  # here, and not only in a worker
@@ -169,6 +183,8 @@ class FolderLoader:
         if resize < image_size:
             raise ValueError(f"data.resize must be at least data.image_size, {image_size}, but is {resize}")
         data = load_image_folder(root)
+        if validation:
+            data = data.with_validation(validation, validation_seed)
         if batch_size > len(data.train):
             raise ImageFolderError(
                 f"data.batch_size must be at most the number of training images in {data.train.folder}, "

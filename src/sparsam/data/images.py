@@ -48,14 +48,17 @@ class ImageData:
 
     def with_validation(self, count: int, seed: int) -> ImageData:
         """Return the data with `count` training images, drawn at random, in place of the test images."""
-        if not 0 < count < len(self.train):
-            raise ValueError(
-                f"data.validation must be between 1 and {len(self.train) - 1} for {self.name}, but is {count}"
-            )
-        order = torch.randperm(len(self.train), generator=random_generator(seed, SPLIT))
-        held_out, rest = order[:count].sort().values, order[count:].sort().values
+        held_out, rest = validation_split(len(self.train), count, seed, self.name)
         return replace(self, train=self.train[rest], test=self.train[held_out])
 
     def to(self, device: torch.device) -> ImageData:
         """Return the same data on another device."""
         return replace(self, train=self.train.to(device), test=self.test.to(device))
+
+
+def validation_split(total: int, count: int, seed: int, name: str) -> tuple[Tensor, Tensor]:
+    """Return the indices of `count` of `total` images, drawn at random, and those of the rest, both in order."""
+    if not 0 < count < total:
+        raise ValueError(f"data.validation must be between 1 and {total - 1} for {name}, but is {count}")
+    order = torch.randperm(total, generator=random_generator(seed, SPLIT))
+    return order[:count].sort().values, order[count:].sort().values

@@ -57,11 +57,11 @@ class FisherMask(SparseMask):
             if not hasattr(dataset, name):
                 raise TypeError(
                     f"dataset must be map-style, with __len__ and __getitem__, but {type(dataset).__name__} "
-                    f"has no {name}"
+                    f"has no {name} (of a DataLoader, take its .dataset)"
                 )
         if samples > len(dataset):  # type: ignore[arg-type]
             raise ValueError(
-                f"samples must be at most the size of the dataset, {len(dataset)}, but is {samples}"  # type: ignore[arg-type]
+                f"samples must be at most the size of the dataset, {len(dataset)}, but is {samples} (default 128)"  # type: ignore[arg-type]
             )
         super().__init__(sparsity, interval, seed)
         self.model, self.loss_fn, self.dataset = model, loss_fn, dataset

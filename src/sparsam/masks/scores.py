@@ -17,7 +17,8 @@ def check_score_function(scores: object) -> None:
     """Refuse what cannot be called."""
     if not callable(scores):
         raise TypeError(
-            f"scores must be a function of a list of parameters that returns one tensor for each, but is {scores!r}"
+            f"scores must be a function of a list of parameters that returns one tensor for each, such as "
+            f"lambda params: [p.abs() for p in params], but is a {type(scores).__name__}"
         )
 
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from sparsam.data import Augmentation, FolderLoader, Loader, ResidentLoader, load_cifar, load_digits
 from sparsam.masks import DynamicMask, FisherMask, Mask, NormMask, RandomMask
+from sparsam.masks.selection import random_generator
 from sparsam.models import build_model
 from sparsam.optimizer import SAM
 from sparsam.training.recipe import Recipe
@@ -29,7 +30,8 @@ def build_network(recipe: Recipe, loader: Loader, device: torch.device) -> nn.Mo
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if recipe.train.compile:
         for stage in model.children():
-            stage.compile()
+            for block in stage.children() if isinstance(stage, nn.Sequential) else [stage]:
+                block.compile()
     return model
 
 
@@ -43,6 +45,8 @@ def build_loader(recipe: Recipe, device: torch.device) -> Loader:
             image_size=settings.image_size,
             resize=settings.resize,
             workers=settings.workers,
+            validation=settings.validation,
+            validation_seed=settings.validation_seed,
             skip_corrupt=settings.skip_corrupt,
             seed=seed,
             device=device,
@@ -63,8 +67,9 @@ def build_mask(recipe: Recipe, model: nn.Module, loader: Loader) -> Mask | None:
     """Build the mask; its interval in epochs becomes one in steps."""
     settings = recipe.mask
     interval = settings.interval_epochs * loader.steps or None
+    seed = random_generator(recipe.train.seed, settings.seed).initial_seed()  # runs with other seeds have other masks
     if settings.kind == "random":
-        return RandomMask(settings.sparsity, interval=interval, seed=settings.seed)
+        return RandomMask(settings.sparsity, interval=interval, seed=seed)
     if settings.kind == "dynamic":
         return DynamicMask(
             settings.sparsity,
@@ -72,17 +77,17 @@ def build_mask(recipe: Recipe, model: nn.Module, loader: Loader) -> Mask | None:
             total_steps=recipe.train.epochs * loader.steps,
             drop=settings.drop,
             criterion=settings.criterion,
-            seed=settings.seed,
+            seed=seed,
         )
     if settings.kind == "fisher":
         return FisherMask(
             settings.sparsity,
             model,
-            F.cross_entropy,
+            F.cross_entropy,  # not smoothed: the Fisher information is that of the labels' likelihood
             loader.samples(),
             samples=settings.samples,
             interval=interval,
-            seed=settings.seed,
+            seed=seed,
         )
     return NormMask(model) if settings.kind == "norm" else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -30,24 +31,32 @@ def compare_recipes(
         recipes: Files.
         seeds: How many runs of each, with seeds 0, 1, ...
         output: Where the runs are written, as NAME-seedN.
-        overrides: `key=value`, for all runs.
+        overrides: `key=value`, for all runs that they concern: those of `mask` go to recipes with a sparse mask only,
+            those of `sam` to recipes with SAM.
         device: Where to train.
         progress: Makes the one who is told, anew for each run.
     """
     planned = []
-    for file in recipes:  # all are read before the first is trained
+    for file in recipes:  # everything is checked before the first is trained
         for seed in range(seeds):
-            recipe = load_recipe(file, [*(overrides or []), f"train.seed={seed}"])
-            planned.append((recipe, output / f"{recipe.name}-seed{seed}"))
+            recipe = load_recipe(file, [*_concerned(file, overrides or []), f"train.seed={seed}"])
+            path = output / f"{recipe.name}-seed{seed}"
+            if (path / "recipe.json").is_file() and RunDirectory(path).recipe() != recipe:
+                raise RecipeError(f"{path} holds a run of another recipe; choose another --output or delete it")
+            planned.append((recipe, path))
     if len({path for _, path in planned}) < len(planned):
         raise RecipeError("the recipes must have different names, but two have the same")
     for recipe, path in planned:
+        gc.collect()  # the run before must not count in this one's memory
         if (path / "recipe.json").is_file():
-            if RunDirectory(path).recipe() != recipe:
-                raise RecipeError(f"{path} holds a run of another recipe; choose another --output or delete it")
-            if RunDirectory(path).finished:
-                continue
             resume(path, device=device, progress=progress())
         else:
             train(recipe, path, device=device, progress=progress())
     return [path for _, path in planned]
+
+
+def _concerned(file: Path, overrides: Sequence[str]) -> list[str]:
+    """Return the overrides that concern a recipe: SGD has no rho, and SAM no sparsity."""
+    recipe = load_recipe(file)
+    absent = () if recipe.mask.kind != "dense" else ("mask.",) if recipe.sam.enabled else ("mask.", "sam.")
+    return [override for override in overrides if not override.startswith(absent)]

@@ -21,7 +21,7 @@ def evaluate_run(path: Path, *, best: bool, device: torch.device) -> dict[str, A
     loss, accuracy, count = trainer.evaluate()
     return {
         "weights": "best" if best else "last",
-        "epoch": saved["epoch"],
+        "when": f"epoch {saved['epoch']}" + (f" and {batch} batches" if (batch := saved.get("batch")) else ""),
         "evaluated_on": trainer.recipe.evaluated_on,
         "count": count,
         "loss": loss,

@@ -38,10 +38,16 @@ class Progress:
 
 
 class LogProgress(Progress):
-    """Writes the metrics of each epoch as a line of JSON: for logs and other programs."""
+    """Writes lines of JSON, for logs and other programs: one for each epoch, or one for each run.
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    Args:
+        stream: Where to; stderr if None.
+        epochs: Whether each epoch gets a line.
+    """
+
+    def __init__(self, stream: TextIO | None = None, *, epochs: bool = True) -> None:
         self.stream = stream or sys.stderr
+        self.epochs = epochs
         self.remarks: set[str] = set()
 
     def start(self, recipe: Recipe, steps: int, epoch: int) -> None:
@@ -52,12 +58,21 @@ class LogProgress(Progress):
         """Write a line, once."""
         if text not in self.remarks:
             self.remarks.add(text)
-            print(json.dumps({"run": self.name, "seed": self.seed, "remark": text}), file=self.stream, flush=True)
+            self._write({"remark": text})
 
     def epoch_done(self, metrics: dict[str, Any]) -> None:
         """Write one line."""
-        shown = {key: value for key, value in metrics.items() if key != "mask_density"}
-        print(json.dumps({"run": self.name, "seed": self.seed, **shown}), file=self.stream, flush=True)
+        if self.epochs:
+            self._write({key: value for key, value in metrics.items() if key != "mask_density"})
+
+    def done(self, summary: dict[str, Any]) -> None:
+        """Write one line for the run."""
+        if not self.epochs:
+            self._write({key: summary[key] for key in ("method", "epochs", "test_accuracy", "step_ms", "seconds")})
+
+    def _write(self, values: dict[str, Any]) -> None:
+        rounded = {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in values.items()}
+        print(json.dumps({"run": self.name, "seed": self.seed, **rounded}), file=self.stream, flush=True)
 
 
 class TerminalProgress(Progress):
@@ -68,7 +83,7 @@ class TerminalProgress(Progress):
         self.remarks: set[str] = set()
         self._bar = rich.Progress(
             rich.TextColumn("[bold]{task.description}"),
-            rich.BarColumn(),
+            rich.BarColumn(bar_width=8),
             rich.TextColumn("{task.fields[epoch]}"),
             rich.TextColumn("{task.fields[numbers]}", style="dim"),
             rich.TimeRemainingColumn(),
@@ -86,9 +101,9 @@ class TerminalProgress(Progress):
 
     def start(self, recipe: Recipe, steps: int, epoch: int) -> None:
         """Draw an empty bar."""
-        self.steps, self.epochs, self.epoch = steps, recipe.train.epochs, epoch
+        self.steps, self.epochs, self.epoch, self.numbers = steps, recipe.train.epochs, epoch, ""
         self._task = self._bar.add_task(
-            f"{recipe.method} (seed {recipe.train.seed})",
+            f"{recipe.method} seed {recipe.train.seed}",
             total=steps * self.epochs,
             completed=steps * epoch,
             epoch="",
@@ -100,7 +115,8 @@ class TerminalProgress(Progress):
         self._bar.update(
             self._task,
             completed=self.epoch * self.steps + batch,
-            epoch=f"epoch {self.epoch + 1}/{self.epochs}, {1000 * seconds / batch:.1f} ms/step",
+            epoch=f"{self.epoch + 1}/{self.epochs}",
+            numbers=f"{1000 * seconds / batch:.1f} ms{self.numbers}",
         )
 
     def remark(self, text: str) -> None:
@@ -113,7 +129,8 @@ class TerminalProgress(Progress):
         """Show the epoch's numbers."""
         self.epoch = metrics["epoch"]
         loss, accuracy, lr = (metrics[key] for key in ("train_loss", "test_accuracy", "lr"))
-        numbers = f"loss {loss:.3f}  accuracy {100 * accuracy:.2f} %  lr {lr:.4f}"
+        self.numbers = f" loss {loss:.3f} acc {100 * accuracy:.2f}% lr {lr:.3f}"
+        numbers = f"{metrics['step_ms']:.1f} ms{self.numbers}"
         self._bar.update(self._task, completed=self.epoch * self.steps, numbers=numbers)
 
     def done(self, summary: dict[str, Any]) -> None:
@@ -124,6 +141,6 @@ class TerminalProgress(Progress):
         )
 
 
-def suitable_progress() -> Progress:
+def suitable_progress(*, epochs: bool = True) -> Progress:
     """Return a bar for a terminal, lines of JSON for anything else."""
-    return TerminalProgress() if sys.stderr.isatty() else LogProgress()
+    return TerminalProgress() if sys.stderr.isatty() else LogProgress(epochs=epochs)

@@ -177,8 +177,10 @@ def recipe_from(values: dict[str, Any]) -> Recipe:
     return recipe
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Read a file and, under it, the one it extends."""
+def _read(path: Path, readers: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Read a file and, under it, the one it extends; `readers` are those that extend this one."""
+    if path.resolve() in readers:
+        raise RecipeError(f"{path} extends itself")
     try:
         values = tomllib.loads(path.read_text())
     except tomllib.TOMLDecodeError as error:
@@ -186,12 +188,13 @@ def _read(path: Path) -> dict[str, Any]:
     parent = values.pop("extends", None)
     if parent is None:
         return values
-    if not (path.parent / parent).is_file():
-        raise RecipeError(f"extends in {path} must name a recipe beside it, but there is no {path.parent / parent}")
-    under = _read(path.parent / parent)
+    if not isinstance(parent, str) or not (path.parent / parent).is_file():
+        raise RecipeError(f"extends in {path} must name a recipe beside it, but is {parent!r}")
+    under = _read(path.parent / parent, (*readers, path.resolve()))
     under.pop("name", None)
     for key, value in values.items():
-        under[key] = {**under.get(key, {}), **value} if isinstance(value, dict) else value
+        table = under.get(key)
+        under[key] = {**table, **value} if isinstance(table, dict) and isinstance(value, dict) else value
     return under
 
 
@@ -249,8 +252,6 @@ def _check_together(recipe: Recipe) -> None:
         raise RecipeError(
             f"data.{unused[0]} has no meaning for imagefolder, which always crops, resizes and flips; leave it out"
         )
-    if recipe.data.name == "imagefolder" and recipe.data.validation:
-        raise RecipeError("data.validation must be 0 for imagefolder: its val/ folder is what is evaluated")
     if recipe.data.name == "imagefolder" and recipe.data.resize < recipe.data.image_size:
         raise RecipeError(
             f"data.resize must be at least data.image_size, {recipe.data.image_size}, but is {recipe.data.resize}"

@@ -11,10 +11,10 @@ tensorboard/        events, if the recipe asks for them
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
-from sparsam.extras import need
 from sparsam.training.recipe import Recipe, RecipeError, recipe_from
 
 
@@ -23,6 +23,7 @@ class RunDirectory:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._events: Any = None
 
     @property
     def last(self) -> Path:
@@ -63,7 +64,9 @@ class RunDirectory:
     def metrics(self) -> list[dict[str, Any]]:
         """Return the metrics of the finished epochs."""
         file = self.path / "metrics.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+        text = file.read_text() if file.is_file() else ""
+        whole, _, _ = text.rpartition("\n")  # a crash may have left half a line
+        return [json.loads(line) for line in whole.splitlines()]
 
     def keep_epochs(self, count: int) -> None:
         """Forget the metrics of later epochs: a resumed run writes them again."""
@@ -75,19 +78,22 @@ class RunDirectory:
         """Append the metrics of an epoch."""
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(metrics) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # before the checkpoint that counts on it
 
     def add_events(self, metrics: dict[str, Any]) -> None:
         """Write the metrics of an epoch as TensorBoard events."""
-        need("tensorboard", "TensorBoard events", extra="tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
-        folder, epoch = str(self.path / "tensorboard"), metrics["epoch"]
-        with SummaryWriter(folder, purge_step=epoch) as writer:
-            for key, value in metrics.items():
-                if isinstance(value, float):
-                    writer.add_scalar(key, value, epoch)
-            for layer, share in (metrics["mask_density"] or {}).items():
-                writer.add_scalar(f"mask_density/{layer}", share, epoch)
+        epoch = metrics["epoch"]
+        if self._events is None:
+            self._events = SummaryWriter(str(self.path / "tensorboard"), purge_step=epoch)
+        for key, value in metrics.items():
+            if isinstance(value, float):
+                self._events.add_scalar(key, value, epoch)
+        for block, share in (metrics["mask_density"] or {}).items():
+            self._events.add_scalar(f"mask_density/{block}", share, epoch)
+        self._events.flush()
 
     def summary(self) -> dict[str, Any]:
         """Return the end result."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sparsam.extras import need
 from sparsam.graphs import CapturedStep
 from sparsam.optimizer import SAM
 from sparsam.training.build import build_loader, build_loss, build_network, build_optimizer
@@ -31,6 +32,7 @@ from sparsam.training.recipe import Recipe
 from sparsam.training.rundir import RunDirectory
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+OF_THE_DEVICE = ("lr", "rho", "fused", "capturable")  # group options that differ between a CPU and a captured step
 
 
 class Interrupted(Exception):
@@ -53,6 +55,8 @@ class Trainer:
         self.recipe, self.directory, self.device = recipe, directory, device
         self.progress = progress or Progress()
         _prepare_torch(recipe, self.device)
+        if recipe.train.tensorboard:
+            need("tensorboard", "TensorBoard events", extra="tensorboard")
 
         self.loader = build_loader(recipe, self.device)
         self.model = build_network(recipe, self.loader, self.device)
@@ -62,11 +66,14 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(self.device.type) if recipe.train.precision == "fp16" else None
         self._captured = CapturedStep(self.opt, self._closure) if captured else None
 
+        self.x: Tensor | None = None  # the batch that is trained on
+        self.y: Tensor | None = None
         self.epoch = self.batch = 0  # the next batch to train on
         self.loss_sum = torch.zeros((), device=self.device)  # of the epoch so far
         self.seconds = 0.0  # of the epoch so far, training only
         self.elapsed = 0.0  # of all finished epochs
         self.best = {"accuracy": -1.0, "epoch": 0}
+        self.peak_memory_mb: float | None = None  # of the epoch
         self._stop = False
 
     # ------------------------------------------------------------------------------------------- the run
@@ -83,47 +90,55 @@ class Trainer:
                     self.directory.add_events(metrics)
                 self.progress.epoch_done(metrics)
                 self._next_epoch(metrics)
+                if self._stop and self.epoch < self.recipe.train.epochs:
+                    self._save_and_stop()
             summary = self._summary()
             self.directory.write_summary(summary)
             self.progress.done(summary)
+        if self._stop:
+            raise Interrupted(f"{self.directory.path} is finished; nothing more was started")
         return summary
 
     def _train_epoch(self) -> None:
         self.model.train()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         every = self.recipe.train.checkpoint_steps
-        start, already = time.perf_counter(), self.seconds
+        start = time.perf_counter() - self.seconds
         for x, y in self._batches():
             self.x, self.y = x, y
             self._set_lr()
             self.loss_sum += self._step()
             self.batch += 1
-            if self.batch % 10 == 0:
-                self.seconds = already + time.perf_counter() - start
-                self.progress.step_done(self.batch, self.seconds)
+            if self.batch == 1 or self.batch % 10 == 0:
+                self.progress.step_done(self.batch, time.perf_counter() - start)
             if self._captured and self._captured.eager_because:
                 self.progress.remark(f"no CUDA graph: {self._captured.eager_because}")
             if self._stop or (every and self.batch % every == 0):
                 self._synchronise()
-                self.seconds = already + time.perf_counter() - start
-                self.save(self.directory.last)
+                self.seconds = time.perf_counter() - start
                 if self._stop:
-                    raise Interrupted(
-                        f"stopped in epoch {self.epoch + 1} after batch {self.batch}; "
-                        f"continue with: sparsam train --resume {self.directory.path}"
-                    )
+                    self._save_and_stop()
+                self.save(self.directory.last)
+                start = time.perf_counter() - self.seconds  # writing is not training
         self._synchronise()
-        self.seconds = already + time.perf_counter() - start
+        self.seconds = time.perf_counter() - start
+
+    def _save_and_stop(self) -> None:
+        self.save(self.directory.last)
+        raise Interrupted(
+            f"stopped in epoch {self.epoch + 1} after batch {self.batch}; "
+            f"continue with: sparsam train --resume {self.directory.path}"
+        )
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         layout = torch.channels_last if self.recipe.train.channels_last else torch.contiguous_format
         for x, y in self.loader.epoch(self.epoch, self.batch):
             x = x.contiguous(memory_format=layout)
-            if self._captured is None or not hasattr(self, "x"):
+            if self._captured is None or self.x is None or self.y is None:
                 yield x, y
             else:  # a captured step reads where the first batch was
-                self.x.copy_(x)
-                self.y.copy_(y)
-                yield self.x, self.y
+                yield self.x.copy_(x), self.y.copy_(y)
 
     def _step(self) -> Tensor:
         if self.scaler is not None:
@@ -160,15 +175,17 @@ class Trainer:
         dtype = AUTOCAST.get(self.recipe.train.precision)
         return torch.autocast(self.device.type, dtype) if dtype else contextlib.nullcontext()
 
+    def _lr(self, batch: int) -> float:
+        """Return the learning rate of a batch of this epoch: a cosine from the first step of the run to 0."""
+        total, done = self.recipe.train.epochs * self.loader.steps, self.epoch * self.loader.steps + batch
+        return self.recipe.optimizer.lr * (1 + math.cos(math.pi * done / total)) / 2
+
     def _set_lr(self) -> None:
-        total = self.recipe.train.epochs * self.loader.steps
-        done = self.epoch * self.loader.steps + self.batch
-        self.lr = self.recipe.optimizer.lr * (1 + math.cos(math.pi * done / total)) / 2
         for group in self.opt.param_groups:
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(self.lr)
+                group["lr"].fill_(self._lr(self.batch))
             else:
-                group["lr"] = self.lr
+                group["lr"] = self._lr(self.batch)
 
     @torch.no_grad()
     def evaluate(self) -> tuple[float, float, int]:
@@ -187,6 +204,8 @@ class Trainer:
     # -------------------------------------------------------------------------------- metrics and saving
 
     def _metrics(self) -> dict[str, Any]:
+        if self.device.type == "cuda":
+            self.peak_memory_mb = torch.cuda.max_memory_allocated(self.device) / 2**20  # of training, not of evaluation
         loss, accuracy, _ = self.evaluate()
         shares = mask_density(self.opt, self.model) if isinstance(self.opt, SAM) else None
         return {
@@ -195,11 +214,12 @@ class Trainer:
             "train_loss": self.loss_sum.item() / self.loader.steps,
             "test_loss": loss,
             "test_accuracy": accuracy,
-            "lr": self.lr,
+            "lr": self._lr(self.loader.steps - 1),
             "rho": float(self.opt.param_groups[0]["rho"]) if isinstance(self.opt, SAM) else None,
             "seconds": self.seconds,
             "elapsed": self.elapsed + self.seconds,
             "step_ms": 1000 * self.seconds / self.loader.steps,
+            "peak_memory_mb": self.peak_memory_mb,
             "perturbed": shares.pop("") if shares else None,
             "mask_density": shares,
         }
@@ -209,15 +229,16 @@ class Trainer:
         self.epoch += 1
         self.batch, self.seconds = 0, 0.0
         self.loss_sum.zero_()
-        if metrics["test_accuracy"] > self.best["accuracy"]:
+        improved = metrics["test_accuracy"] > self.best["accuracy"]
+        if improved:
             self.best = {"accuracy": metrics["test_accuracy"], "epoch": self.epoch}
             save_checkpoint(self.directory.best, {"model": self.model.state_dict(), "epoch": self.epoch})
-        if self.epoch % self.recipe.train.checkpoint_epochs == 0 or self.epoch == self.recipe.train.epochs:
+        due = self.epoch % self.recipe.train.checkpoint_epochs == 0 or self.epoch == self.recipe.train.epochs
+        if improved or due:  # a run that goes on from here agrees with its best weights
             self.save(self.directory.last)
 
     def _summary(self) -> dict[str, Any]:
         epochs = self.directory.metrics()
-        peak = torch.cuda.max_memory_allocated(self.device) / 2**20 if self.device.type == "cuda" else None
         return {
             "name": self.recipe.name,
             "method": self.recipe.method,
@@ -229,7 +250,7 @@ class Trainer:
             "evaluated_on": self.recipe.evaluated_on,
             "step_ms": statistics.median(m["step_ms"] for m in epochs),
             "seconds": epochs[-1]["elapsed"],
-            "peak_memory_mb": peak,
+            "peak_memory_mb": epochs[-1]["peak_memory_mb"],
             "perturbed": epochs[-1]["perturbed"],
             "theoretical_flops": theoretical_flops(epochs[-1]["perturbed"]),
             "extra": {},
@@ -260,7 +281,10 @@ class Trainer:
         """Go to where a checkpoint was written."""
         saved = load_checkpoint(path, self.device)
         self.model.load_state_dict(saved["model"])
+        built = [{key: group.get(key) for key in OF_THE_DEVICE} for group in self.opt.param_groups]
         self.opt.load_state_dict(saved["optimizer"])
+        for group, own in zip(self.opt.param_groups, built, strict=True):
+            group.update({key: _same_kind(own[key], group[key]) for key in OF_THE_DEVICE if key in group})
         if self.scaler:
             self.scaler.load_state_dict(saved["scaler"])
         torch.set_rng_state(saved["rng"]["cpu"].cpu())
@@ -322,16 +346,23 @@ def default_device() -> torch.device:
 
 
 def mask_density(opt: SAM, model: torch.nn.Module) -> dict[str, float]:
-    """Return the share of perturbed weights of each stage of the model, and under "" that of all weights."""
+    """Return the share of perturbed weights of each block of the model, and under "" that of all weights."""
     chosen: dict[str, Any] = {}
     total: dict[str, int] = {}
-    names = {p: name.partition(".")[0] for name, p in model.named_parameters()}
+    names = {p: ".".join(name.split(".")[:2]) for name, p in model.named_parameters()}
     params = [p for group in opt.param_groups for p in group["params"]]
     for p, m in zip(params, opt.selection or [], strict=True):
-        for stage in ("", names[p]):
-            total[stage] = total.get(stage, 0) + p.numel()
-            chosen[stage] = chosen.get(stage, 0) + (m.sum() if isinstance(m, Tensor) else m * p.numel())
-    return {stage: float(chosen[stage]) / total[stage] for stage in total}
+        for block in ("", names[p]):
+            total[block] = total.get(block, 0) + p.numel()
+            chosen[block] = chosen.get(block, 0) + (m.sum() if isinstance(m, Tensor) else m * p.numel())
+    return {block: float(chosen[block]) / total[block] for block in total}
+
+
+def _same_kind(own: Any, loaded: Any) -> Any:
+    """Return a loaded number as this device wants it, in its tensor or plain; a switch stays as it is here."""
+    if isinstance(own, Tensor):
+        return own.fill_(float(loaded))
+    return own if isinstance(own, bool) or own is None else float(loaded)
 
 
 def _prepare_torch(recipe: Recipe, device: torch.device) -> None:
@@ -340,5 +371,5 @@ def _prepare_torch(recipe: Recipe, device: torch.device) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for to be deterministic
     torch.use_deterministic_algorithms(recipe.train.deterministic)
     torch.backends.cudnn.benchmark = not recipe.train.deterministic
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # streams, graphs and generators are those of the current device
