@@ -102,6 +102,7 @@ class Trainer:
     def _train_epoch(self) -> None:
         self.model.train()
         if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what is reserved from here on is what training needs, a graph's own memory included
             torch.cuda.reset_peak_memory_stats(self.device)
         every = self.recipe.train.checkpoint_steps
         start = time.perf_counter() - self.seconds
@@ -205,7 +206,7 @@ class Trainer:
 
     def _metrics(self) -> dict[str, Any]:
         if self.device.type == "cuda":
-            self.peak_memory_mb = torch.cuda.max_memory_allocated(self.device) / 2**20  # of training, not of evaluation
+            self.peak_memory_mb = torch.cuda.max_memory_reserved(self.device) / 2**20  # of training, not of evaluation
         loss, accuracy, _ = self.evaluate()
         shares = mask_density(self.opt, self.model) if isinstance(self.opt, SAM) else None
         return {
