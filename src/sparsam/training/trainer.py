@@ -102,7 +102,7 @@ class Trainer:
     def _train_epoch(self) -> None:
         self.model.train()
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # what is reserved from here on is what training needs, a graph's own memory included
+            torch.cuda.empty_cache()  # what is reserved from here on is what training needs, a graph's memory included
             torch.cuda.reset_peak_memory_stats(self.device)
         every = self.recipe.train.checkpoint_steps
         start = time.perf_counter() - self.seconds
