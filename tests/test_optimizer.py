@@ -9,21 +9,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import sparsam
 from cases import magnitude, optimizer, same, task, weights
-from reference import Reference
 from sparsam import SAM, RandomMask
 
 BASE = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
-
-
-def reference_for(t, **options):
-    def loss(model, k):
-        return F.cross_entropy(model(t.x), t.y)
-
-    return Reference(copy.deepcopy(t.model), loss, rho=0.3, **BASE, **options)
 
 
 def test_the_closure_is_called_twice_and_the_loss_at_w_returned():
