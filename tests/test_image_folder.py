@@ -116,6 +116,22 @@ def test_the_sorted_folders_are_the_classes(shared_root):
     assert (loading.classes, loading.channels, loading.steps) == (3, 3, COUNT // BATCH)
 
 
+def test_validation_takes_training_images_in_place_of_val(shared_root):
+    whole = loader(shared_root, 2)
+    split = loader(shared_root, 2, validation=5, validation_seed=1)
+    paths = [[data.path(i) for i in range(len(data))] for data in (split.data.train, split.data.test, whole.data.train)]
+    rest, held_out, everything = map(set, paths)
+    assert len(held_out) == 5
+    assert rest | held_out == everything
+    assert not rest & held_out
+    assert split.steps == len(rest) // 2
+    assert sum(len(y) for _, y in split.evaluation()) == 5
+    other = loader(shared_root, 2, validation=5, validation_seed=2).data.test
+    assert paths[1] != [other.path(i) for i in range(5)]
+    with pytest.raises(ValueError, match=r"data\.validation must be between 1 and"):
+        loader(shared_root, 2, validation=len(everything))
+
+
 def test_other_files_and_hidden_ones_are_not_looked_at(root):
     before = load_image_folder(root)
     (root / "train" / "notes.txt").write_text("not a class")
