@@ -29,7 +29,7 @@ from sparsam.checks import check_rho
 from sparsam.distributed import of_rank_zero
 from sparsam.masks import DenseMask, Mask
 from sparsam.masks.selection import Selection, copied, expand, rewritten, settle
-from sparsam.optimizer_checks import check_base, check_gradients, check_groups, check_state
+from sparsam.optimizer_checks import check_arguments, check_base, check_gradients, check_groups, check_state
 from sparsam.passes import SecondPass
 from sparsam.perturbation import Saved, perturb, restore
 from sparsam.randomness import random_numbers_apart
@@ -101,16 +101,7 @@ class SAM(Optimizer):
         model: nn.Module | None = None,
         **base_arguments: Any,
     ) -> None:
-        if isinstance(base_optimizer, Optimizer):
-            raise TypeError(
-                f"base_optimizer must be a class, but is an instance of {type(base_optimizer).__name__}; "
-                f"SAM.wrap(base_optimizer) takes an instance"
-            )
-        if not callable(base_optimizer):
-            raise TypeError(f"base_optimizer must be a class such as torch.optim.SGD, but is {base_optimizer!r}")
-        if isinstance(params, nn.Module):
-            raise TypeError("params must be parameters or parameter groups, but is a module; pass model.parameters()")
-        check_rho(rho)
+        check_arguments(params, base_optimizer)
         self._build(base_optimizer(params, **base_arguments), rho, mask, adaptive, model)
 
     @classmethod

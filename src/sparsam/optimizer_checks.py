@@ -7,8 +7,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+
+
+def check_arguments(params: Any, base_optimizer: Any) -> None:
+    """Refuse what is easily passed by mistake: an optimizer for its class, a model for its parameters."""
+    if isinstance(base_optimizer, Optimizer):
+        raise TypeError(
+            f"base_optimizer must be a class, but is an instance of {type(base_optimizer).__name__}; "
+            f"SAM.wrap(base_optimizer) takes an instance"
+        )
+    if not callable(base_optimizer):
+        raise TypeError(f"base_optimizer must be a class such as torch.optim.SGD, but is {base_optimizer!r}")
+    if isinstance(params, nn.Module):
+        raise TypeError("params must be parameters or parameter groups, but is a module; pass model.parameters()")
 
 
 def check_base(base: Any) -> None:

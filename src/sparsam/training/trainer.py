@@ -145,8 +145,7 @@ class Trainer:
         if self.scaler is not None:
             return self._scaled_step(self.scaler)
         step: Callable[[], Any] = self._captured or (lambda: self.opt.step(self._closure))  # type: ignore[arg-type]
-        loss: Tensor = step()
-        return loss.detach()
+        return step().detach()  # type: ignore[no-any-return]
 
     def _closure(self) -> Tensor:
         self.opt.zero_grad()
@@ -155,7 +154,7 @@ class Trainer:
         return loss
 
     def _scaled_step(self, scaler: torch.amp.GradScaler) -> Tensor:
-        """Take an fp16 step: a scaler refuses closures, and skips the step after an overflow."""
+        """Take an fp16 step: a scaler takes no closures, and skips the step after an overflow."""
         self.opt.zero_grad()
         loss = self._loss()
         scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
@@ -289,7 +288,7 @@ class Trainer:
         if self.scaler:
             self.scaler.load_state_dict(saved["scaler"])
         torch.set_rng_state(saved["rng"]["cpu"].cpu())
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and "cuda" in saved["rng"]:  # not if the run comes from a CPU
             torch.cuda.set_rng_state(saved["rng"]["cuda"].cpu(), self.device)
         self.epoch, self.batch = saved["epoch"], saved["batch"]
         self.loss_sum.copy_(saved["loss_sum"])
