@@ -80,6 +80,11 @@ MASKS: dict[str, Callable[[Task], sparsam.Mask | None]] = {
     "dynamic-random": lambda t: sparsam.DynamicMask(0.2, interval=3, total_steps=STEPS, criterion="random"),
     "norm": lambda t: sparsam.NormMask(t.model),
     "nm": lambda t: sparsam.NMMask(2, 4, magnitude, interval=3),
+    "budget": lambda t: sparsam.BudgetMask(t.model, cut="3"),
+    "budget-full": lambda t: sparsam.BudgetMask(t.model, cut="4", full=0.4, full_rho=0.2),
+    "budget-whole": lambda t: sparsam.BudgetMask(t.model, cut="3", norm="whole", full=0.3),
+    "budget-fisher": lambda t: sparsam.BudgetMask(t.model, cut="3", within=MASKS["fisher"](t)),
+    "budget-dynamic": lambda t: sparsam.BudgetMask(t.model, cut="1", within=MASKS["dynamic"](t), full=0.3),
 }
 
 SPARSE: dict[str, Callable[[Task, float], sparsam.Mask]] = {

@@ -14,6 +14,9 @@ from cases import BASES, MASKS, SPARSE, STEPS, optimizer, same, task, weights
 from sparsam import SAM
 from sparsam.masks import SparseMask
 
+# In two steps a mask with a cut saves nothing, and says so.
+pytestmark = pytest.mark.filterwarnings("ignore:the second pass is computed in full.*only step:UserWarning")
+
 every_mask = pytest.mark.parametrize("mask", MASKS)
 every_base = pytest.mark.parametrize("base", BASES)
 

@@ -1,8 +1,10 @@
 """Sparse SAM for PyTorch: sharpness-aware minimization that perturbs only some of the weights."""
 
 from sparsam._version import __version__
+from sparsam.cuts import Cut, find_cuts
 from sparsam.fisher import diagonal_fisher
 from sparsam.masks import (
+    BudgetMask,
     DenseMask,
     DynamicMask,
     FisherMask,
@@ -17,8 +19,10 @@ from sparsam.schedules import ConstantRho, CosineRho, InverseSqrtRho, Proportion
 
 __all__ = [
     "SAM",
+    "BudgetMask",
     "ConstantRho",
     "CosineRho",
+    "Cut",
     "DenseMask",
     "DynamicMask",
     "FisherMask",
@@ -31,4 +35,5 @@ __all__ = [
     "TopKMask",
     "__version__",
     "diagonal_fisher",
+    "find_cuts",
 ]

@@ -22,3 +22,12 @@ def of_rank_zero(selection: Sequence[Tensor | bool], params: Sequence[Tensor]) -
     flat = flatten(expand(selection, params)).view(torch.uint8)
     dist.broadcast(flat, src=0)
     return list(unflatten(flat.view(torch.bool), params))
+
+
+def text_of_rank_zero(text: str) -> str:
+    """Return the text of the process group's first rank, on every rank."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return text
+    box = [text]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]

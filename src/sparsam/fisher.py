@@ -25,8 +25,7 @@ from torch.func import functional_call, grad, vmap
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sparsam.checks import check_choice, check_whole
-from sparsam.passes import SavedBuffers
-from sparsam.randomness import random_numbers_apart
+from sparsam.passes import no_trace
 
 METHODS = ("exact", "signs")
 SIGNS_CHUNK = 32  # larger chunks cost less and are noisier; docs/fisher.md has the figures
@@ -156,8 +155,7 @@ def _sample_count(inputs: Any, targets: Any) -> int:
 def _undisturbed(model: nn.Module) -> Iterator[None]:
     """Put the model into eval mode; afterwards everything but the gradient asked for is as before."""
     modes = [(module, module.training) for module in model.modules()]
-    buffers = SavedBuffers(model)
-    with random_numbers_apart(p.device for p in model.parameters()):
+    with no_trace(model):
         try:
             model.eval()
             for module in model.modules():
@@ -167,4 +165,3 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
         finally:
             for module, training in modes:
                 module.training = training
-            buffers.restore()

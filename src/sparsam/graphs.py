@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from sparsam.masks.base import StepKind
+from sparsam.masks.selection import Selection
 from sparsam.optimizer import SAM
 
 WARM_UP = 3
@@ -18,8 +21,9 @@ class CapturedStep:
     """Takes steps like `opt.step(closure)`, from a CUDA graph wherever that is possible.
 
     The first steps run eagerly, as do those that make a mask; the graph is captured after them, and again if an update
-    changes which tensors the mask is made of. A step that draws random numbers cannot be captured (its two passes could
-    not be made to draw the same ones): it stays eager, and `eager_because` says so.
+    changes which tensors the mask is made of. A mask with several kinds of steps has a graph for each kind. A step that
+    draws random numbers cannot be captured (its two passes could not be made to draw the same ones): it stays eager,
+    and `eager_because` says so.
 
     The closure must read its batch from tensors that stay where they are, and the learning rate and rho must be device
     tensors if they change.
@@ -32,27 +36,27 @@ class CapturedStep:
     def __init__(self, opt: Optimizer, closure: Callable[[], Tensor]) -> None:
         self.opt, self.closure = opt, closure
         self.eager_because: str | None = None
-        self._taken = 0
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # of eager steps: not the default one
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._loss: Any = None
-        self._captured_for: object = None
+        self._taken: Counter[StepKind | None] = Counter()
+        self._graphs: dict[StepKind | None, _Captured] = {}
+        if isinstance(opt, SAM):
+            opt.captured = True
 
     def __call__(self) -> Tensor:
         """Take a step; return the loss, in a tensor that the next step may overwrite."""
-        self._taken += 1
         sam = self.opt if isinstance(self.opt, SAM) else None
-        if self._taken <= WARM_UP or self.eager_because or (sam and sam.mask_is_due()):
+        kind, selection = (sam.mask.kind(sam.steps), sam.selection) if sam else (None, None)
+        self._taken[kind] += 1
+        if self._taken[kind] <= WARM_UP or self.eager_because or (sam and sam.mask_is_due()):
             return self._eager()
-        selection = sam.selection if sam else None
-        if self._graph is None or selection is not self._captured_for:
-            self._capture()
-            self._captured_for = selection
-        assert self._graph is not None
-        self._graph.replay()
+        if kind not in self._graphs or self._graphs[kind].selection is not selection:
+            self._graphs.pop(kind, None)  # frees the memory of the one before
+            self._graphs[kind] = self._capture(selection)
+        captured = self._graphs[kind]
+        captured.graph.replay()
         if sam:
             sam.steps += 1
-        return self._loss  # type: ignore[no-any-return]
+        return captured.loss
 
     def _eager(self) -> Tensor:
         before = torch.get_rng_state(), torch.cuda.get_rng_state()
@@ -70,12 +74,20 @@ class CapturedStep:
         loss: Tensor = self.opt.step(self.closure)  # type: ignore[assignment, arg-type]
         return loss.detach()
 
-    def _capture(self) -> None:
-        self._graph = None  # frees the memory of the one before
+    def _capture(self, selection: Selection | None) -> _Captured:
         graph = torch.cuda.CUDAGraph()
+        pool = next((captured.graph.pool() for captured in self._graphs.values()), None)  # one step runs at a time
         steps = self.opt.steps if isinstance(self.opt, SAM) else 0
-        with torch.cuda.graph(graph):
-            self._loss = self._step()
+        with torch.cuda.graph(graph, pool=pool):
+            loss = self._step()
         if isinstance(self.opt, SAM):
             self.opt.steps = steps  # a capture records a step and takes none
-        self._graph = graph
+        return _Captured(graph, loss, selection)
+
+
+class _Captured(NamedTuple):
+    """A graph, where it leaves the loss, and the selection that it was captured with."""
+
+    graph: torch.cuda.CUDAGraph
+    loss: Tensor
+    selection: Selection | None

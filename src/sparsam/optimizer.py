@@ -25,9 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from sparsam.autograd_graph import tensors_in
+from sparsam.behind import BehindCut
 from sparsam.checks import check_rho
 from sparsam.distributed import of_rank_zero
-from sparsam.masks import DenseMask, Mask
+from sparsam.masks import DenseMask, Mask, StepKind
 from sparsam.masks.selection import Selection, copied, expand, rewritten, settle
 from sparsam.optimizer_checks import check_arguments, check_base, check_gradients, check_groups, check_state
 from sparsam.passes import SecondPass
@@ -141,7 +143,10 @@ class SAM(Optimizer):
         self._selection: Selection | None = None
         self._before_update: Selection | None = None  # what it was before the latest update ...
         self._updated_at = -1  # ... which was made for this step
-        self._trainable: list[bool] = []
+        self._selected_from: list[bool] = []  # which parameters the mask could choose from
+        self._behind = BehindCut(self.mask, self.adaptive)
+        self._kind = StepKind()  # of the latest step
+        self.captured = False  # whether steps will run from a CUDA graph: what a budget measures depends on it
         self._saved: list[Saved] = []
         self._phase = Phase.IDLE
         for group in base.param_groups:
@@ -196,8 +201,8 @@ class SAM(Optimizer):
 
         Args:
             closure: Clears the gradients, computes the loss and its gradient and returns the loss. It is
-                called twice, at w and at w + eps, also if rho or the mask is zero. None: take the
-                base step that ends the two-step use.
+                called twice, at w and at w + eps, also if rho or the mask is zero; more often only in the first
+                step of a BudgetMask, which measures. None: take the base step that ends the two-step use.
 
         Returns:
             What the first call of the closure returned: the loss at w.
@@ -214,7 +219,7 @@ class SAM(Optimizer):
         self._refuse_while_perturbed("step(closure)")
         with torch.enable_grad():
             loss = self._first_pass(closure)
-            with self.perturbed():
+            with self.perturbed(), self._behind.second_pass(self._kind, self._perturbed_parameters()):
                 closure()
         self._base_step()
         return loss
@@ -229,15 +234,20 @@ class SAM(Optimizer):
         self._refuse_while_perturbed("first_step() or perturbed()")
         params, rhos = self._params_and_rhos()
         check_gradients(params)
+        self._kind = kind = self.mask.kind(self.steps)
+        self._behind.find(kind.cut, params)
         self._update_mask(params)
-        assert self._selection is not None
+        selection = self._used_selection(params)
+        if kind.rho is not None:
+            rhos = [kind.rho] * len(params)
         used = [i for i, p in enumerate(params) if p.grad is not None]
         self._saved = perturb(
             [params[i] for i in used],
             [params[i].grad for i in used],  # type: ignore[misc]
-            [self._selection[i] for i in used],
+            [selection[i] for i in used],
             [rhos[i] for i in used],
             adaptive=self.adaptive,
+            norm=self._behind.norm(kind, params),
         )
         self._phase = Phase.PERTURBED
         try:
@@ -287,9 +297,10 @@ class SAM(Optimizer):
 
     def masks(self) -> list[Tensor]:
         """Return which weights the latest step perturbed: one bool tensor for each parameter, in the groups' order."""
-        if self._selection is None:
+        params, _ = self._params_and_rhos()
+        if self._selection is None and not self._kind.everything:
             raise RuntimeError("there is no mask before the first step: it is made in that step")
-        return [m.clone() for m in expand(self._selection, self._params_and_rhos()[0])]
+        return [m.clone() for m in expand(self._used_selection(params), params)]
 
     @property
     def selection(self) -> Selection | None:
@@ -302,8 +313,7 @@ class SAM(Optimizer):
 
     def mask_is_due(self) -> bool:
         """Tell whether the next step makes the mask anew."""
-        trainable = [p.requires_grad for group in self.param_groups for p in group["params"]]
-        if self._selection is None or trainable != self._trainable:
+        if self._selection is None or self._eligible(self._params_and_rhos()[0]) != self._selected_from:
             return True
         return self.mask.interval is not None and self.steps % self.mask.interval == 0
 
@@ -315,7 +325,13 @@ class SAM(Optimizer):
         self._start()
         self._phase = Phase.FIRST_PASS
         try:
-            return closure()
+            params, _ = self._params_and_rhos()
+            self._behind.choose(closure, params, device_time=self.captured)
+            with self._behind.first_pass(self.mask.kind(self.steps)) as recording:
+                loss = closure()
+            if recording is not None:
+                recording.outputs += tensors_in(loss)
+            return loss
         finally:
             self._phase = Phase.IDLE
 
@@ -330,15 +346,17 @@ class SAM(Optimizer):
             self._second_pass.end(complete=phase is Phase.READY)
 
     def _base_step(self) -> None:
+        self._behind.note_norms(self._params_and_rhos()[0])
         self.base_optimizer.step()
         self.steps += 1
         self._start()
 
     def _update_mask(self, params: list[Tensor]) -> None:
-        """Make the mask if this step is due for one. Frozen parameters are not part of it."""
-        if not self.mask_is_due():
+        """Make the mask if this step is due for one, of parameters that are trained and lie behind the mask's cut."""
+        if not self.mask_is_due() or (self.mask.cut is not None and self.mask.cut not in self._behind.before):
             return
-        indices = [i for i, p in enumerate(params) if p.requires_grad]
+        eligible = self._eligible(params)
+        indices = [i for i, e in enumerate(eligible) if e]
         subset = [params[i] for i in indices]
         before = copied(self._settled_selection())
         previous = None if before is None else [before[i] for i in indices]
@@ -352,7 +370,22 @@ class SAM(Optimizer):
                 selection[i] = m
         self._selection = rewritten(self._selection, selection)
         self._before_update, self._updated_at = before, self.steps
-        self._trainable = [p.requires_grad for p in params]
+        self._selected_from = eligible
+
+    def _eligible(self, params: list[Tensor]) -> list[bool]:
+        behind = self._behind.lies_behind(self.mask.cut, params)
+        return [p.requires_grad and b for p, b in zip(params, behind, strict=True)]
+
+    def _used_selection(self, params: list[Tensor]) -> Selection:
+        """Return what the latest step perturbs of what the mask selected."""
+        if self._kind.everything:
+            return [p.requires_grad for p in params]
+        assert self._selection is not None
+        behind = self._behind.lies_behind(self._kind.cut, params)
+        return [m if b else False for m, b in zip(self._selection, behind, strict=True)]
+
+    def _perturbed_parameters(self) -> list[Tensor]:
+        return [p for saved in self._saved for p in saved.tensors]
 
     def _settled_selection(self) -> Selection | None:
         """Return the mask of the latest step that was taken: a step that is tried again updates the same mask again."""
@@ -387,8 +420,9 @@ class SAM(Optimizer):
             "shapes": [list(p.shape) for p in self._params_and_rhos()[0]],
             "steps": self.steps,
             "seed": self.mask.seed,
-            "trainable": list(self._trainable),
+            "selected_from": list(self._selected_from),
             "selection": copied(self._settled_selection()),
+            "behind": self._behind.state(),
         }
         return {**self.base_optimizer.state_dict(), "sparsam": own}
 
@@ -405,8 +439,10 @@ class SAM(Optimizer):
         selection = own["selection"]
         self._selection = None if selection is None else settle(selection, params)
         self._updated_at = -1
-        self._trainable = list(own["trainable"])
+        self._selected_from = list(own["selected_from"])
+        self._behind.load(own["behind"], params[0].device)
         self.steps = own["steps"]
+        self._kind = self.mask.kind(max(self.steps - 1, 0))
         self.mask.seed = own["seed"]
         self._start()
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sparsam.perturbation import restore, save
-from sparsam.randomness import RandomState, random_state, set_random_state
+from sparsam.randomness import RandomState, random_numbers_apart, random_state, set_random_state
 
 STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
@@ -77,16 +78,11 @@ class SavedBuffers:
 
     Args:
         model: The model.
-        names: Only buffers with these names; None: all.
+        names: Only buffers with these names.
     """
 
-    def __init__(self, model: nn.Module, names: Collection[str] | None = None) -> None:
-        self._places = [
-            (module, name, buffer)
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and (names is None or name in names)
-        ]
+    def __init__(self, model: nn.Module, names: Collection[str]) -> None:
+        self._places = [place for place in _places(model) if place[1] in names]
         self._saved = save(buffer for _, _, buffer in self._places)
 
     def restore(self) -> None:
@@ -94,3 +90,30 @@ class SavedBuffers:
         for module, name, buffer in self._places:
             module._buffers[name] = buffer
         restore(self._saved)
+
+
+@contextmanager
+def no_trace(model: nn.Module) -> Iterator[None]:
+    """Let the block run a model without a trace in its buffers and torch's random numbers.
+
+    The block works on copies of the buffers: a graph that has kept one of them does not find it changed.
+    """
+    places = _places(model)
+    copies = {buffer: buffer.clone() for _, _, buffer in places}
+    with random_numbers_apart({p.device for p in model.parameters()}):
+        try:
+            for module, name, buffer in places:
+                module._buffers[name] = copies[buffer]
+            yield
+        finally:
+            for module, name, buffer in places:
+                module._buffers[name] = buffer
+
+
+def _places(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    return [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]

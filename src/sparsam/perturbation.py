@@ -6,7 +6,7 @@ Names follow the paper: weights w, gradient g, mask m, radius rho, perturbation 
            \qquad\text{adaptive (ASAM):}\qquad
            \epsilon = \rho \, \frac{w^2 \odot g}{\lVert\, |w| \odot g \,\rVert_2} \odot m
 
-The norm is that of the whole gradient, also of what the mask leaves out.
+The norm is that of the whole gradient, also of what the mask leaves out, unless the caller has another one.
 
 Each list is worked on in *buckets*: the tensors that share a device and a dtype (and a rho) lie side by
 side in one flat buffer, so that a bucket costs a handful of kernels however many layers it has, and so
@@ -36,13 +36,15 @@ def perturb(
     rhos: Sequence[float | Tensor],
     *,
     adaptive: bool = False,
+    norm: Tensor | None = None,
 ) -> list[Saved]:
     """Add eps to the weights in place; return what :func:`restore` needs to take it back.
 
     Only tensors of which something is perturbed are saved. A gradient whose norm is zero or not finite
-    gives no perturbation.
+    gives no perturbation. The norm is that of all the gradients, unless another one is given.
     """
-    norm = gradient_norm(params, grads, adaptive=adaptive)
+    if norm is None:
+        norm = gradient_norm(params, grads, adaptive=adaptive)
     chosen = [i for i, m in enumerate(selection) if m is not False]
     saved: list[Saved] = []
     try:

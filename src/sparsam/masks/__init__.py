@@ -1,6 +1,7 @@
 """Which weights are perturbed: one policy a file, one contract (:class:`Mask`)."""
 
-from sparsam.masks.base import Mask
+from sparsam.masks.base import Mask, StepKind
+from sparsam.masks.budget import BudgetMask
 from sparsam.masks.dense import DenseMask
 from sparsam.masks.dynamic import DynamicMask
 from sparsam.masks.fisher import FisherMask
@@ -11,6 +12,7 @@ from sparsam.masks.sparsity import SparseMask
 from sparsam.masks.topk import TopKMask
 
 __all__ = [
+    "BudgetMask",
     "DenseMask",
     "DynamicMask",
     "FisherMask",
@@ -19,5 +21,6 @@ __all__ = [
     "NormMask",
     "RandomMask",
     "SparseMask",
+    "StepKind",
     "TopKMask",
 ]

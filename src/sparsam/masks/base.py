@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
 from sparsam.checks import check_interval, check_whole
 from sparsam.masks.selection import Selection
 
-Setting = int | float | str | None
+Setting = int | float | str | None | dict[str, "Setting"]
+
+
+class StepKind(NamedTuple):
+    """What a step does beside perturbing the weights that the mask selected."""
+
+    cut: str | None = None
+    """Only what lies behind the input of this module is perturbed, and what lies before it is not computed twice."""
+    everything: bool = False
+    """Everything is perturbed, whatever the mask selected."""
+    rho: float | None = None
+    """In place of the groups' rho."""
 
 
 class Mask(ABC):
@@ -32,6 +43,12 @@ class Mask(ABC):
     model: nn.Module | None = None
     """The model the mask looks at, if any; the default for the optimizer's `model`."""
 
+    cut: str | None = None
+    """The module whose input is the first that any step is cut at, if the mask cuts: only what lies behind is its."""
+
+    norm: str = "whole"
+    """Whose norm a perturbation is divided by: the "whole" gradient's, or that of the part that is "perturbed"."""
+
     def __init__(self, interval: int | None = None, seed: int = 0) -> None:
         check_interval(interval)
         check_whole("seed", seed, least=0)
@@ -48,6 +65,10 @@ class Mask(ABC):
             step: How many optimizer steps were taken before this one.
             previous: What was selected before; None at the first time.
         """
+
+    def kind(self, step: int) -> StepKind:
+        """Return what kind of step the one with this number is. Most masks know only one kind."""
+        return StepKind()
 
     def settings(self) -> dict[str, Setting]:
         """Return what a resumed run must have in common with the saved one; a subclass adds its own."""

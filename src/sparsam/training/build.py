@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparsam.data import Augmentation, FolderLoader, Loader, ResidentLoader, load_cifar, load_digits
-from sparsam.masks import DynamicMask, FisherMask, Mask, NormMask, RandomMask
+from sparsam.masks import BudgetMask, DynamicMask, FisherMask, Mask, NormMask, RandomMask
 from sparsam.masks.selection import random_generator
 from sparsam.models import build_model
 from sparsam.optimizer import SAM
@@ -63,14 +63,32 @@ def build_loss(recipe: Recipe) -> Any:
     return functools.partial(F.cross_entropy, label_smoothing=recipe.train.label_smoothing)
 
 
-def build_mask(recipe: Recipe, model: nn.Module, loader: Loader) -> Mask | None:
-    """Build the mask; its interval in epochs becomes one in steps."""
+def build_mask(recipe: Recipe, model: nn.Module, loader: Loader, kind: str = "") -> Mask | None:
+    """Build the mask; its interval in epochs becomes one in steps.
+
+    Args:
+        recipe: What to build.
+        model: The network.
+        loader: The data, for masks that look at it.
+        kind: Another kind than the recipe's.
+    """
     settings = recipe.mask
+    kind = kind or settings.kind
+    if kind == "budget":
+        return BudgetMask(
+            model,
+            budget=settings.budget,
+            cut=settings.cut or None,
+            full=settings.full,
+            full_rho=settings.full_rho or None,
+            norm=settings.norm,
+            within=build_mask(recipe, model, loader, settings.within) if settings.within else None,
+        )
     interval = settings.interval_epochs * loader.steps or None
     seed = random_generator(recipe.train.seed, settings.seed).initial_seed()  # runs with other seeds have other masks
-    if settings.kind == "random":
+    if kind == "random":
         return RandomMask(settings.sparsity, interval=interval, seed=seed)
-    if settings.kind == "dynamic":
+    if kind == "dynamic":
         return DynamicMask(
             settings.sparsity,
             interval=interval,
@@ -79,7 +97,7 @@ def build_mask(recipe: Recipe, model: nn.Module, loader: Loader) -> Mask | None:
             criterion=settings.criterion,
             seed=seed,
         )
-    if settings.kind == "fisher":
+    if kind == "fisher":
         return FisherMask(
             settings.sparsity,
             model,
@@ -89,7 +107,7 @@ def build_mask(recipe: Recipe, model: nn.Module, loader: Loader) -> Mask | None:
             interval=interval,
             seed=seed,
         )
-    return NormMask(model) if settings.kind == "norm" else None
+    return NormMask(model) if kind == "norm" else None
 
 
 def build_optimizer(recipe: Recipe, model: nn.Module, loader: Loader, *, captured: bool) -> torch.optim.Optimizer:

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-MASKS = ("dense", "random", "fisher", "dynamic", "norm")
+MASKS = ("dense", "random", "fisher", "dynamic", "norm", "budget")
+WITHIN = ("", "random", "fisher", "dynamic")
 OPTIMIZERS = ("sgd", "adam", "adamw")
 DATA = ("digits", "cifar10", "cifar100", "imagefolder")
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -109,6 +110,12 @@ class Mask:
     drop: float = _share(0.5)
     criterion: str = _one_of("flattest", ("flattest", "sharpest", "random"))
     seed: int = _whole(0, 0)
+    budget: float = _setting(1.25, "a number > 1", lambda value: 1 < value < math.inf)
+    cut: str = ""
+    full: float = _share(0.0)
+    full_rho: float = _not_negative(0.0)
+    norm: str = _one_of("perturbed", ("perturbed", "whole"))
+    within: str = _one_of("", WITHIN)
 
 
 @dataclass(frozen=True)
@@ -145,7 +152,14 @@ class Recipe:
         """What people call it: SGD, SAM, SSAM-F, ..."""
         if not self.sam.enabled:
             return {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}[self.optimizer.name]
-        name = {"dense": "SAM", "fisher": "SSAM-F", "dynamic": "SSAM-D", "random": "SSAM, random", "norm": "SAM-ON"}
+        name = {
+            "dense": "SAM",
+            "fisher": "SSAM-F",
+            "dynamic": "SSAM-D",
+            "random": "SSAM, random",
+            "norm": "SAM-ON",
+            "budget": "SSAM-C",
+        }
         return ("A" if self.sam.adaptive else "") + name[self.mask.kind]
 
     @property

@@ -1,0 +1,37 @@
+"""Walking autograd's graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils._pytree import tree_leaves
+
+
+def tensors_in(*values: Any) -> list[Tensor]:
+    """Return the tensors in nested lists, tuples, dicts and data classes that torch knows."""
+    return [t for t in tree_leaves(values) if isinstance(t, Tensor)]
+
+
+def nodes_behind(tensors: Iterable[Tensor]) -> set[Node]:
+    """Return every node that a gradient of the tensors would go through; parameters are nodes with a `variable`."""
+    found: set[Node] = set()
+    todo = [node_of(t) for t in tensors]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            todo += [next_node for next_node, _ in node.next_functions]
+    return found
+
+
+def node_of(tensor: Tensor) -> Node | None:
+    """Return the node that made a tensor; of a parameter the one that takes its gradient; None where there is none."""
+    return get_gradient_edge(tensor).node if tensor.requires_grad else None
+
+
+def leaf_of(node: Node) -> Tensor | None:
+    """Return the parameter whose gradient a node takes, if it is such a node."""
+    return getattr(node, "variable", None)

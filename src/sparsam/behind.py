@@ -1,0 +1,139 @@
+"""What an optimizer keeps of its mask's cuts: which parameters lie before each, and how the norms relate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsam.cuts import find_cuts
+from sparsam.distributed import text_of_rank_zero
+from sparsam.masks import BudgetMask, Mask, StepKind
+from sparsam.masks.budget import choose_cut
+from sparsam.passes import no_trace
+from sparsam.perturbation import gradient_norm, perturb, restore
+from sparsam.recording import Recording
+from sparsam.replay import Replay, parameters_before_by_order
+from sparsam.timing import Clock
+
+
+class BehindCut:
+    """Knows what lies behind the cuts of a mask; a mask without cuts has everything behind them.
+
+    Args:
+        mask: The optimizer's.
+        adaptive: Whether norms are ASAM's.
+    """
+
+    def __init__(self, mask: Mask, adaptive: bool) -> None:
+        self.mask, self.adaptive = mask, adaptive
+        self.replay = None if mask.model is None else Replay(mask.model)
+        self.before: dict[str, list[bool]] = {}  # by cut: which of the optimizer's parameters lie before it
+        self.norm_share: Tensor | None = None  # |g behind| / |g| in the latest second pass
+
+    # ------------------------------------------------------------------------------------------ the passes
+
+    def first_pass(self, kind: StepKind) -> AbstractContextManager[Recording | None]:
+        """Record the first pass of a step that is cut."""
+        if kind.cut is None or self.replay is None:
+            return nullcontext()
+        unknown_norm = self.mask.norm == "whole" and self.norm_share is None
+        return self.replay.first_pass(kind.cut, whole_gradient=unknown_norm)
+
+    def second_pass(self, kind: StepKind, perturbed: Iterable[Tensor]) -> AbstractContextManager[None]:
+        """Start the second pass of a step that is cut at its cut."""
+        if kind.cut is None or self.replay is None:
+            return nullcontext()
+        return self.replay.second_pass(perturbed)
+
+    # ------------------------------------------------------------------------------------------- parameters
+
+    def find(self, cut: str | None, params: Sequence[Tensor]) -> None:
+        """Find out which parameters lie before a cut: from the recorded first pass, or by a guess where there is none.
+
+        It is found once; a first pass that took another way later is noticed in its second pass.
+        """
+        if cut is None or self.replay is None:
+            return
+        recorded = self.replay.parameters_before()
+        if self.replay.recording is None:
+            self.replay.warn_two_step()
+        if cut not in self.before:
+            before = parameters_before_by_order(self.replay.model, cut) if recorded is None else recorded
+            self.before[cut] = [p in before for p in params]
+
+    def lies_behind(self, cut: str | None, params: Sequence[Tensor]) -> list[bool]:
+        """Return for each parameter whether it lies behind a cut; all do where none is known."""
+        before = self.before.get(cut, []) if cut is not None else []
+        return [not b for b in before] + [True] * (len(params) - len(before))
+
+    # ------------------------------------------------------------------------------------------------ norms
+
+    def norm(self, kind: StepKind, params: Sequence[Tensor]) -> Tensor | None:
+        """Return what the perturbation of a step is divided by; None: the norm of all gradients there are."""
+        if kind.cut is None or (self.mask.norm == "whole" and self.norm_share is None):
+            return None
+        norm = self._norm(params, self.lies_behind(kind.cut, params))
+        return norm / self.norm_share if self.mask.norm == "whole" else norm  # type: ignore[operator]
+
+    @torch.no_grad()
+    def note_norms(self, params: Sequence[Tensor]) -> None:
+        """Note, after a second pass, which part of the gradient's norm lies behind the cut."""
+        if self.mask.norm != "whole" or self.mask.cut not in self.before:
+            return
+        share = self._norm(params, self.lies_behind(self.mask.cut, params)) / self._norm(params, [True] * len(params))
+        self.norm_share = share if self.norm_share is None else self.norm_share.copy_(share)
+
+    def _norm(self, params: Sequence[Tensor], which: list[bool]) -> Tensor:
+        chosen = [p for p, w in zip(params, which, strict=True) if w and p.grad is not None]
+        grads = [p.grad for p in chosen]
+        if not chosen:
+            return torch.zeros((), device=params[0].device)
+        return gradient_norm(chosen, grads, adaptive=self.adaptive)  # type: ignore[arg-type]
+
+    # ------------------------------------------------------------------------------------------ the choice
+
+    def choose(self, closure: Callable[[], Any], params: Sequence[Tensor], *, device_time: bool) -> None:
+        """Measure the cuts of a budget, in several calls of the closure, and choose."""
+        mask = self.mask
+        if not isinstance(mask, BudgetMask) or mask.cut is not None:
+            return
+        clock = Clock(params[0].device, device_time)
+        found = find_cuts(mask.model, closure, device_time=device_time)
+        with no_trace(mask.model):
+            extra = self._perturbation_cost(closure, params, clock) if found else 0.0
+        costs = {cut.name: 1 + (cut.step or 0.0) + extra * cut.weights for cut in found}
+        mask.cut = text_of_rank_zero(choose_cut(costs, mask.budget, mask.full))
+
+    @torch.no_grad()
+    def _perturbation_cost(self, closure: Callable[[], Any], params: Sequence[Tensor], clock: Clock) -> float:
+        """Return what perturbing and restoring all weights costs, as a share of a pass."""
+        used = [p for p in params if p.grad is not None]
+        times = []
+        for _ in range(2):  # the first warms up
+            clock.prepare()
+            start = clock.now()
+            restore(perturb(used, [p.grad for p in used], [True] * len(used), [0.0] * len(used)))  # type: ignore[misc]
+            middle = clock.now()
+            with torch.enable_grad():
+                closure()
+            end = clock.now()
+            times.append(clock.between(start, middle) / clock.between(middle, end))
+        return times[-1]
+
+    # ------------------------------------------------------------------------------------------------ state
+
+    def state(self) -> dict[str, Any]:
+        """Return what a resumed run needs: plain values and a tensor."""
+        share = None if self.norm_share is None else self.norm_share.clone()
+        return {"cut": self.mask.cut, "before": {cut: list(b) for cut, b in self.before.items()}, "norm_share": share}
+
+    def load(self, state: dict[str, Any], device: torch.device) -> None:
+        """Load what :meth:`state` returned."""
+        self.mask.cut = state["cut"]
+        self.before = {cut: list(b) for cut, b in state["before"].items()}
+        share = state["norm_share"]
+        self.norm_share = None if share is None else share.to(device)

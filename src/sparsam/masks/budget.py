@@ -1,0 +1,142 @@
+"""SSAM-C: the weights behind a cut, so that sparsity saves time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from sparsam.checks import check_choice, check_rho, check_share
+from sparsam.masks.base import Mask, Setting, StepKind
+from sparsam.masks.selection import Selection
+from sparsam.replay import bare, get_module
+
+NORMS = ("perturbed", "whole")
+FULL_COST = 2.0  # of a step that perturbs everything, in base steps
+
+
+class BudgetMask(Mask):
+    r"""SSAM-C: perturbs everything behind a cut, and computes nothing before it twice.
+
+    With f the share of the base step that lies behind the cut, and a share q of the steps (`full`) that perturb
+    everything, the mean step costs
+
+    .. math::  (1 - q)\,(1 + f) + 2\,q \;\le\; \text{budget}
+
+    base steps, with exactly the gradient of the masked step (:mod:`sparsam.replay`). The cut is measured in the first
+    step, on your machine and your batch: the earliest one that fits the budget is taken, and kept from then on, also
+    in the optimizer's state.
+
+    .. math::  \epsilon = \rho\,\frac{g}{\lVert g_{behind}\rVert_2}\odot m
+
+    Args:
+        model: The network that is trained; in distributed training the DistributedDataParallel around it.
+        budget: What the mean step may cost, in base steps: above 1.
+        cut: The module before which the cut lies, such as "layer4": nothing is measured.
+        full: The share of the steps that perturb everything, evenly spread over training, in [0, 1].
+        full_rho: The radius of those steps; None: the groups' rho, as in all others.
+        norm: What the perturbation is divided by. "perturbed": the norm of the gradient behind the cut. "whole": that
+            of the whole gradient, estimated from the ratio of the two in the step before.
+        within: A mask that selects among the weights behind the cut; None: all of them are perturbed.
+    """
+
+    model: nn.Module
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        budget: float = 1.25,
+        cut: str | None = None,
+        full: float = 0.0,
+        full_rho: float | None = None,
+        norm: str = "perturbed",
+        within: Mask | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a module, but is {model!r}")
+        if not isinstance(budget, (int, float)) or not 1 < budget < math.inf:
+            raise ValueError(f"budget must be a number above 1 (the base step alone costs 1), but is {budget!r}")
+        check_share("full", full)
+        if full_rho is not None:
+            check_rho(full_rho, "full_rho")
+        check_choice("norm", norm, NORMS)
+        if within is not None and (not isinstance(within, Mask) or isinstance(within, BudgetMask)):
+            raise TypeError(f"within must be another kind of mask, but is {within!r}")
+        if cut is not None:
+            get_module(bare(model), cut)
+        elif 1 + full > budget:
+            raise ValueError(
+                f"budget must be above 1 + full, for full steps cost {FULL_COST:g} base steps, but is {budget} with "
+                f"full={full}"
+            )
+        self.within = within
+        super().__init__(within.interval if within else None, within.seed if within else 0)
+        self.model, self.budget, self.full, self.norm = model, float(budget), float(full), norm
+        self.full_rho = None if full_rho is None else float(full_rho)
+        self.named_cut = self.cut = cut
+
+    @property
+    def seed(self) -> int:
+        """The seed of the mask within."""
+        return self.within.seed if self.within else self._seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._seed = seed
+        if self.within:
+            self.within.seed = seed
+
+    @property
+    def differs_by_rank(self) -> bool:  # type: ignore[override]
+        """Whether the mask within does; the cut is rank 0's anyhow."""
+        return self.within is not None and self.within.differs_by_rank
+
+    def settings(self) -> dict[str, Setting]:
+        """Return what a resumed run must have in common with the saved one."""
+        return {
+            **super().settings(),
+            "budget": self.budget,
+            "cut": self.named_cut,
+            "full": self.full,
+            "full_rho": self.full_rho,
+            "norm": self.norm,
+            "within": self.within.settings() if self.within else None,
+        }
+
+    def kind(self, step: int) -> StepKind:
+        """Return whether a step is a full one: of the first n steps floor(n * full) are."""
+        if math.floor((step + 1) * self.full) > math.floor(step * self.full):
+            return StepKind(everything=True, rho=self.full_rho)
+        return StepKind(cut=self.cut)
+
+    def select(self, params: Sequence[Tensor], step: int, previous: Selection | None) -> Selection:
+        """Return all of the parameters, which the optimizer has narrowed to those behind the cut, or some of each."""
+        return self.within.select(params, step, previous) if self.within else [True] * len(params)
+
+
+def choose_cut(costs: dict[str, float], budget: float, full: float = 0.0) -> str:
+    """Return the earliest cut whose mean step fits the budget.
+
+    Args:
+        costs: What a step from each cut costs, in base steps, by the cut's name; earliest first.
+        budget: What the mean step may cost.
+        full: The share of steps that perturb everything.
+
+    >>> choose_cut({"layer3": 1.42, "layer4": 1.24, "head": 1.02}, budget=1.25)
+    'layer4'
+    >>> choose_cut({"layer3": 1.42, "layer4": 1.24, "head": 1.02}, budget=1.45, full=0.25)
+    'layer4'
+    """
+    means = {cut: (1 - full) * cost + full * FULL_COST for cut, cost in costs.items()}
+    for cut, mean in means.items():
+        if mean <= budget:
+            return cut
+    if not means:
+        raise ValueError("the model has no cut: nothing of a step could be left out. Use another mask")
+    cheapest = min(means, key=lambda cut: means[cut])
+    raise ValueError(
+        f"budget must be at least {math.ceil(1000 * means[cheapest]) / 1000:g}, the mean step's cost at the cheapest "
+        f"cut, {cheapest!r}" + (f", with full={full:g}" if full else "") + f", but is {budget:g}"
+    )
