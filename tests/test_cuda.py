@@ -12,13 +12,14 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from cases import MASKS, magnitude, optimizer, same, task, weights
-from sparsam import SAM, DynamicMask, RandomMask, TopKMask
+from sparsam import SAM, BudgetMask, DynamicMask, RandomMask, TopKMask
 from sparsam.graphs import CapturedStep
 from sparsam.training.rundir import RunDirectory
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature"),
+    pytest.mark.filterwarnings("ignore:the second pass is computed in full.*only step:UserWarning"),
 ]
 
 DETERMINISTIC_SCORES = ["none", "topk", "norm", "nm"]  # the others draw random numbers, which differ by device
@@ -120,7 +121,7 @@ def test_the_number_of_kernels_does_not_grow_with_the_number_of_layers(adaptive,
     assert many <= few + 6  # a foreach kernel takes some hundred tensors at once
 
 
-@pytest.mark.parametrize("mask", ["none", "random-fixed", "norm"])
+@pytest.mark.parametrize("mask", ["none", "random-fixed", "norm", "budget"])
 def test_a_whole_step_in_a_cuda_graph_equals_eager(mask):
     """rho and lr are device tensors, so that schedules reach the captured step."""
     results = []
@@ -251,19 +252,34 @@ def test_a_model_that_draws_random_numbers_stays_eager_and_says_so():
     assert opt.steps == 6
 
 
-@pytest.mark.parametrize("mask", ["none", "random", "dynamic", "topk", "fisher"])
+@pytest.mark.parametrize(
+    "mask", ["none", "random", "dynamic", "topk", "fisher", "budget", "budget-full", "budget-whole", "budget-dynamic"]
+)
 def test_captured_steps_follow_mask_updates(mask):
-    """The intervals of 3 end in the midst of captured steps; counters, masks and weights are those of eager steps."""
+    """Intervals end and kinds of steps change in the midst of captured steps; all is as in eager steps."""
     results = []
     for captured in (False, True):
         t = cuda_task(dtype=torch.float32)
         opt = SAM(t.model.parameters(), torch.optim.SGD, rho=0.1, mask=MASKS[mask](t), model=t.model, lr=0.05)
         step = CapturedStep(opt, t.closure(opt)) if captured else (lambda t=t, opt=opt: opt.step(t.closure(opt)))
-        losses = [step().item() for _ in range(11)]
+        losses = [step().item() for _ in range(17)]
         results.append((losses, weights(t.model), opt.masks(), opt.steps))
     (losses, w, masks, steps), (other_losses, other_w, other_masks, other_steps) = results
     assert losses == pytest.approx(other_losses, rel=1e-4)
-    assert steps == other_steps == 11
+    assert steps == other_steps == 17
     assert sum(int((a != b).sum()) for a, b in zip(masks, other_masks, strict=True)) <= 4  # near ties
     for a, b in zip(w, other_w, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_a_measured_cut_is_captured_and_steps_are_those_of_the_named_cut():
+    t = cuda_task(dtype=torch.float32)
+    mask = BudgetMask(t.model, budget=1.9)
+    opt = SAM(t.model.parameters(), torch.optim.SGD, rho=0.1, mask=mask, lr=0.05)
+    step = CapturedStep(opt, t.closure(opt))
+    losses = [step().item() for _ in range(8)]
+    assert mask.cut is not None
+    assert step._graphs
+    named = cuda_task(dtype=torch.float32)
+    opt = SAM(named.model.parameters(), torch.optim.SGD, rho=0.1, mask=BudgetMask(named.model, cut=mask.cut), lr=0.05)
+    assert losses == pytest.approx([opt.step(named.closure(opt)).item() for _ in range(8)], rel=1e-4)

@@ -109,7 +109,7 @@ def test_a_failure_on_the_way_to_the_second_pass_leaves_w(monkeypatch):
     t.loss().backward()
     before = weights(t.model)
 
-    def fails(*_):
+    def fails(*_, **__):
         raise MemoryError
 
     monkeypatch.setattr("sparsam.passes.SavedBuffers", fails)
@@ -240,3 +240,46 @@ def test_the_model_carries_nothing():
     opt.step(t.closure(opt))
     assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in t.model.modules())
     assert not opt._saved
+
+
+class OwnNorm(nn.BatchNorm1d):
+    """A norm that moves its statistics whatever it is told about tracking them."""
+
+    def forward(self, x):
+        self.running_mean.lerp_(x.detach().mean(0), 0.1)
+        self.num_batches_tracked += 1
+        return x - x.mean(0)
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.BatchNorm1d(4),
+        nn.BatchNorm1d(4, momentum=None),
+        nn.BatchNorm1d(4, track_running_stats=False),
+        nn.BatchNorm1d(4).eval(),
+        nn.InstanceNorm1d(4, affine=True, track_running_stats=True),
+        OwnNorm(4),
+    ],
+    ids=lambda norm: str(norm).split(", eps")[0] + f" {norm.momentum} {norm.training}",
+)
+def test_running_statistics_of_every_kind_move_once(norm):
+    torch.manual_seed(0)
+    channels = isinstance(norm, nn.InstanceNorm1d)
+    x = torch.randn(6, 4, 5) if channels else torch.randn(6, 4)
+    model = nn.Sequential(norm, nn.Flatten(), nn.Linear(20 if channels else 4, 2))
+    once = copy.deepcopy(model)
+    with torch.no_grad():
+        once(x)
+    tracking = norm.track_running_stats
+    opt = SAM(model.parameters(), torch.optim.SGD, rho=0.5, model=model, lr=0.0)
+
+    def closure():
+        opt.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+    assert norm.track_running_stats == tracking
+    assert same([b.clone() for b in model.buffers()], [b.clone() for b in once.buffers()])

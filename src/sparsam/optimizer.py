@@ -145,7 +145,6 @@ class SAM(Optimizer):
         self._updated_at = -1  # ... which was made for this step
         self._selected_from: list[bool] = []  # which parameters the mask could choose from
         self._behind = BehindCut(self.mask, self.adaptive)
-        self._kind = StepKind()  # of the latest step
         self.captured = False  # whether steps will run from a CUDA graph: what a budget measures depends on it
         self._saved: list[Saved] = []
         self._phase = Phase.IDLE
@@ -219,7 +218,7 @@ class SAM(Optimizer):
         self._refuse_while_perturbed("step(closure)")
         with torch.enable_grad():
             loss = self._first_pass(closure)
-            with self.perturbed(), self._behind.second_pass(self._kind, self._perturbed_parameters()):
+            with self.perturbed(), self._behind.second_pass(self.mask.kind(self.steps), self._perturbed_parameters()):
                 closure()
         self._base_step()
         return loss
@@ -234,10 +233,10 @@ class SAM(Optimizer):
         self._refuse_while_perturbed("first_step() or perturbed()")
         params, rhos = self._params_and_rhos()
         check_gradients(params)
-        self._kind = kind = self.mask.kind(self.steps)
+        kind = self.mask.kind(self.steps)
         self._behind.find(kind.cut, params)
         self._update_mask(params)
-        selection = self._used_selection(params)
+        selection = self._used_selection(kind, params)
         if kind.rho is not None:
             rhos = [kind.rho] * len(params)
         used = [i for i, p in enumerate(params) if p.grad is not None]
@@ -298,9 +297,11 @@ class SAM(Optimizer):
     def masks(self) -> list[Tensor]:
         """Return which weights the latest step perturbed: one bool tensor for each parameter, in the groups' order."""
         params, _ = self._params_and_rhos()
-        if self._selection is None and not self._kind.everything:
+        begun = self._phase is Phase.PERTURBED or self._phase is Phase.READY
+        kind = self.mask.kind(self.steps if begun else max(self.steps - 1, 0))
+        if self._selection is None and not (kind.everything and (begun or self.steps)):
             raise RuntimeError("there is no mask before the first step: it is made in that step")
-        return [m.clone() for m in expand(self._used_selection(params), params)]
+        return [m.clone() for m in expand(self._used_selection(kind, params), params)]
 
     @property
     def selection(self) -> Selection | None:
@@ -376,12 +377,12 @@ class SAM(Optimizer):
         behind = self._behind.lies_behind(self.mask.cut, params)
         return [p.requires_grad and b for p, b in zip(params, behind, strict=True)]
 
-    def _used_selection(self, params: list[Tensor]) -> Selection:
-        """Return what the latest step perturbs of what the mask selected."""
-        if self._kind.everything:
+    def _used_selection(self, kind: StepKind, params: list[Tensor]) -> Selection:
+        """Return what a step perturbs, given what the mask selected."""
+        if kind.everything:
             return [p.requires_grad for p in params]
         assert self._selection is not None
-        behind = self._behind.lies_behind(self._kind.cut, params)
+        behind = self._behind.lies_behind(kind.cut, params)
         return [m if b else False for m, b in zip(self._selection, behind, strict=True)]
 
     def _perturbed_parameters(self) -> list[Tensor]:
@@ -442,7 +443,6 @@ class SAM(Optimizer):
         self._selected_from = list(own["selected_from"])
         self._behind.load(own["behind"], params[0].device)
         self.steps = own["steps"]
-        self._kind = self.mask.kind(max(self.steps - 1, 0))
         self.mask.seed = own["seed"]
         self._start()
 

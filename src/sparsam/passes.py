@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparsam.perturbation import restore, save
 from sparsam.randomness import RandomState, random_numbers_apart, random_state, set_random_state
@@ -28,6 +30,7 @@ class SecondPass:
     def __init__(self, model: nn.Module | None) -> None:
         self.model = model
         self._statistics: SavedBuffers | None = None
+        self._tracking: list[_BatchNorm] = []
         self._after_first: RandomState = {}
         self._warned = False
         self.mark()
@@ -39,7 +42,10 @@ class SecondPass:
     def begin(self) -> None:
         """Start the second pass: random numbers from where the first pass started."""
         if self.model is not None:
-            self._statistics = SavedBuffers(self.model, STATISTICS)
+            self._tracking = [module for module in self.model.modules() if _tracks(module)]
+            self._statistics = SavedBuffers(self.model, STATISTICS, elsewhere=self._tracking)
+            for module in self._tracking:
+                module.track_running_stats = False  # cheaper than to save the statistics and put them back
         self._after_first = self._random_state()
         set_random_state(self._before_first)
 
@@ -51,7 +57,9 @@ class SecondPass:
         now, before, after = self._random_state(), self._before_first, self._after_first
         if self._statistics is not None:
             self._statistics.restore()
-        self._statistics = None
+        for module in self._tracking:
+            module.track_running_stats = True
+        self._statistics, self._tracking = None, []
         set_random_state(after)
         self.mark()
         differs = any(
@@ -79,10 +87,12 @@ class SavedBuffers:
     Args:
         model: The model.
         names: Only buffers with these names.
+        elsewhere: Only buffers of other modules than these.
     """
 
-    def __init__(self, model: nn.Module, names: Collection[str]) -> None:
-        self._places = [place for place in _places(model) if place[1] in names]
+    def __init__(self, model: nn.Module, names: Collection[str], elsewhere: Iterable[nn.Module] = ()) -> None:
+        without = set(elsewhere)
+        self._places = [(m, name, buffer) for m, name, buffer in _places(model) if name in names and m not in without]
         self._saved = save(buffer for _, _, buffer in self._places)
 
     def restore(self) -> None:
@@ -108,6 +118,16 @@ def no_trace(model: nn.Module) -> Iterator[None]:
         finally:
             for module, name, buffer in places:
                 module._buffers[name] = buffer
+
+
+def _tracks(module: nn.Module) -> TypeGuard[_BatchNorm]:
+    """Tell whether a module is one of torch's own that moves running statistics unless told not to track them."""
+    return (
+        isinstance(module, _BatchNorm)
+        and module.training
+        and module.track_running_stats
+        and type(module).forward.__module__.startswith("torch.nn.modules.")
+    )
 
 
 def _places(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:

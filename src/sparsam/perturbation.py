@@ -105,19 +105,21 @@ def _perturbation(
     flat, eps = _flat_copies(g, _accumulation_dtype(w[0]), like=w)
     if adaptive:
         flat.mul_(_flat_copies(w, flat.dtype)[0].square_())
-    scale = rho / norm
-    usable = torch.isfinite(scale) & (scale > 0)  # false for a norm of 0, inf or NaN, and for rho = 0
-    flat.mul_(scale.to(flat.device))
+    scale = (rho / norm).to(flat.device)
+    leave = ~((scale > 0) & (scale < torch.inf))  # true for a norm of 0, inf or NaN, and for rho = 0
+    flat.mul_(scale)
     # Selected, not multiplied by zero: 0 * inf is NaN. And w + (-0.0) is w bit for bit, also for w = -0.0.
-    flat.masked_fill_(~(_flat_mask(m, w, flat) & usable.to(flat.device)), -0.0)
+    keep = _flat_mask(m, w, flat)
+    flat.masked_fill_(leave if keep is None else leave | ~keep, -0.0)
     if flat.dtype == w[0].dtype:
         return eps
     return _views(flat.to(w[0].dtype), w)
 
 
-def _flat_mask(m: list[Tensor | bool], w: list[Tensor], flat: Tensor) -> Tensor:
+def _flat_mask(m: list[Tensor | bool], w: list[Tensor], flat: Tensor) -> Tensor | None:
+    """Return the masks in one flat buffer; None if all weights are selected."""
     if not any(isinstance(mask, Tensor) for mask in m):
-        return torch.ones((), dtype=torch.bool, device=flat.device)
+        return None
     keep = torch.ones_like(flat, dtype=torch.bool)
     pairs = [(k, mask) for k, mask in zip(_views(keep, w), m, strict=True) if isinstance(mask, Tensor)]
     torch._foreach_copy_([k for k, _ in pairs], [mask for _, mask in pairs])

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import rich
 import typer
+from rich.console import Console
 
 from sparsam._version import __version__
 from sparsam.cli import doctor as doctor_module
@@ -120,6 +121,9 @@ def compare(
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each recipe, with seeds 0, 1, ...")] = 1,
     settings: Set = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write.")] = Path("runs/compare"),
+    at_once: Annotated[
+        int, typer.Option(min=1, help="Runs that share the device; step times are then not those of a run alone.")
+    ] = 1,
     device: Device = None,
 ) -> None:
     """Train several recipes with several seeds and compare them: a table here, a page in the output directory.
@@ -133,7 +137,7 @@ def compare(
     ```
     """
     from sparsam.training.comparison import compare_recipes
-    from sparsam.training.progress import suitable_progress
+    from sparsam.training.progress import LogProgress, suitable_progress
 
     runs = compare_recipes(
         recipes,
@@ -141,7 +145,8 @@ def compare(
         output,
         overrides=settings,
         device=_device(device),
-        progress=lambda: suitable_progress(epochs=False),
+        at_once=at_once,
+        progress=lambda: LogProgress(epochs=False) if at_once > 1 else suitable_progress(epochs=False),
     )
     _show(runs)
     page = write_report(runs, output / "report.html")
@@ -163,6 +168,42 @@ def report(
     runs = [run for run in runs if run.suffix != ".html"]  # pages beside the runs, where a shell's * finds them
     _show(runs)
     rich.print(f"The page: {write_report(runs, output)}")
+
+
+@app.command()
+def cuts(
+    model: Annotated[str, typer.Argument(help="A network, such as wrn-28-10 or timm:NAME, or a recipe (*.toml).")],
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Default: 128, or the recipe's.")] = None,
+    image_size: Annotated[int | None, typer.Option(min=1, help="Default: 32, or the recipe's.")] = None,
+    classes: Annotated[
+        int | None, typer.Option(min=1, help="Default: 10, or the recipe's (image folders: 1000).")
+    ] = None,
+    channels: Annotated[int | None, typer.Option(min=1, help="Default: 3, or the recipe's.")] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="Mark the cut that a step of so many base steps allows, such as 1.25.")
+    ] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; default: fp32, or the recipe's.")] = None,
+    device: Device = None,
+) -> None:
+    """List where a network can be cut, with the share of the weights and of the step that lies behind each cut.
+
+    It is measured here and now, on random images.
+
+    Examples:
+    ```
+    sparsam cuts resnet18 --budget 1.25
+    sparsam cuts recipes/cifar10-wrn28-10-sam.toml --batch-size 32
+    ```
+    """
+    from sparsam.cli import cuts as cuts_module
+
+    recipe, images = cuts_module.load(
+        model, batch_size=batch_size, precision=precision, size=image_size, classes=classes, channels=channels
+    )
+    place = _device(device)
+    with Console(stderr=True).status("Measuring ...", refresh_per_second=2):  # drawing delays what is measured
+        found = cuts_module.measure(recipe, images, place, budget)
+    cuts_module.show(recipe, images, found, place, budget)
 
 
 @app.command()

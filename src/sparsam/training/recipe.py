@@ -131,7 +131,7 @@ class Train:
     compile: bool = False
     deterministic: bool = False
     tensorboard: bool = False
-    checkpoint_epochs: int = _whole(1)
+    checkpoint_epochs: int = _whole(1, 0)
     checkpoint_steps: int = _whole(0, 0)
 
 

@@ -80,10 +80,21 @@ class Trainer:
 
     def run(self) -> dict[str, Any]:
         """Train from where the trainer stands to the end; return the summary."""
-        with self._stopping_on_signals(), self.progress:
+        with stopping_on_signals(self.stop):
+            for _ in self.steps():
+                pass
+        return self.directory.summary()
+
+    def stop(self) -> None:
+        """End the step that is being taken, save, and raise :class:`Interrupted`."""
+        self._stop = True
+
+    def steps(self) -> Iterator[None]:
+        """Train from where the trainer stands to the end, one step at a time."""
+        with self.progress:
             self.progress.start(self.recipe, self.loader.steps, self.epoch)
             while self.epoch < self.recipe.train.epochs:
-                self._train_epoch()
+                yield from self._train_epoch()
                 metrics = self._metrics()
                 self.directory.add_metrics(metrics)
                 if self.recipe.train.tensorboard:
@@ -97,9 +108,8 @@ class Trainer:
             self.progress.done(summary)
         if self._stop:
             raise Interrupted(f"{self.directory.path} is finished; nothing more was started")
-        return summary
 
-    def _train_epoch(self) -> None:
+    def _train_epoch(self) -> Iterator[None]:
         self.model.train()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # what is reserved from here on is what training needs, a graph's memory included
@@ -122,6 +132,7 @@ class Trainer:
                     self._save_and_stop()
                 self.save(self.directory.last)
                 start = time.perf_counter() - self.seconds  # writing is not training
+            yield
         self._synchronise()
         self.seconds = time.perf_counter() - start
 
@@ -230,11 +241,13 @@ class Trainer:
         self.batch, self.seconds = 0, 0.0
         self.loss_sum.zero_()
         improved = metrics["test_accuracy"] > self.best["accuracy"]
+        every = self.recipe.train.checkpoint_epochs
         if improved:
             self.best = {"accuracy": metrics["test_accuracy"], "epoch": self.epoch}
-            save_checkpoint(self.directory.best, {"model": self.model.state_dict(), "epoch": self.epoch})
-        due = self.epoch % self.recipe.train.checkpoint_epochs == 0 or self.epoch == self.recipe.train.epochs
-        if improved or due:  # a run that goes on from here agrees with its best weights
+            if every:
+                save_checkpoint(self.directory.best, {"model": self.model.state_dict(), "epoch": self.epoch})
+        due = self.epoch == self.recipe.train.epochs or (every and self.epoch % every == 0)
+        if due or (every and improved):  # a run that goes on from here agrees with its best weights
             self.save(self.directory.last)
 
     def _summary(self) -> dict[str, Any]:
@@ -300,44 +313,56 @@ class Trainer:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    @contextlib.contextmanager
-    def _stopping_on_signals(self) -> Iterator[None]:
-        """Let Ctrl-C and SIGTERM end the step, save and stop; a second Ctrl-C stops at once."""
 
-        def stop(number: int, frame: Any) -> None:
-            self._stop = True
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+@contextlib.contextmanager
+def stopping_on_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM call `stop`; a second Ctrl-C stops at once."""
 
-        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def handler(number: int, frame: Any) -> None:
+        stop()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
 
 
 def train(
     recipe: Recipe, path: Any, *, device: torch.device | None = None, progress: Progress | None = None
 ) -> dict[str, Any]:
     """Train a recipe in a new directory."""
-    directory = RunDirectory(path)
-    directory.check_new()
-    device = device or default_device()
-    trainer = Trainer(recipe, directory, device=device, progress=progress)
-    directory.create(recipe, describe_environment(device))  # after all that can go wrong
-    return trainer.run()
+    return new_run(recipe, path, device=device, progress=progress).run()
 
 
 def resume(path: Any, *, device: torch.device | None = None, progress: Progress | None = None) -> dict[str, Any]:
     """Continue a run from its latest checkpoint; from its start if it has none."""
     directory = RunDirectory(path)
-    if directory.finished:
-        return directory.summary()
+    return directory.summary() if directory.finished else old_run(path, device=device, progress=progress).run()
+
+
+def new_run(
+    recipe: Recipe, path: Any, *, device: torch.device | None = None, progress: Progress | None = None
+) -> Trainer:
+    """Make a new directory for a recipe, and its trainer."""
+    directory = RunDirectory(path)
+    directory.check_new()
+    device = device or default_device()
+    trainer = Trainer(recipe, directory, device=device, progress=progress)
+    directory.create(recipe, describe_environment(device))  # after all that can go wrong
+    return trainer
+
+
+def old_run(path: Any, *, device: torch.device | None = None, progress: Progress | None = None) -> Trainer:
+    """Return a trainer that stands where an unfinished run was saved last."""
+    directory = RunDirectory(path)
     trainer = Trainer(directory.recipe(), directory, device=device or default_device(), progress=progress)
     if directory.last.exists():
         trainer.load(directory.last)
     directory.keep_epochs(trainer.epoch)
-    return trainer.run()
+    return trainer
 
 
 def default_device() -> torch.device:

@@ -1,0 +1,227 @@
+"""What a step costs when everything before a cut is computed once: SSAM-C beside SGD, SAM and unstructured sparse SAM.
+
+All methods of a network are set up first and then timed in turn, round after round, so that each ratio is of one run.
+On a GPU a step is one CUDA graph. The JSON holds every round; `--plot` draws time against the perturbed share.
+
+    python benchmarks/ssam_c.py --output results/ssam-c/step-times.json --plot docs/images/ssam-c-time.png
+    python benchmarks/ssam_c.py --redraw results/ssam-c/step-times.json --plot docs/images/ssam-c-time.png
+"""
+
+import argparse
+import contextlib
+import json
+import platform
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+import sparsam
+from sparsam import SAM, BudgetMask, RandomMask
+from sparsam.graphs import CapturedStep
+from sparsam.models import build_model
+from sparsam.timing import Clock
+from sparsam.training.flops import theoretical_flops
+
+CUTS = {  # module names, and what people call what lies behind them
+    "resnet18": {
+        "layer2": "stages 2-4",
+        "layer3": "stages 3+4",
+        "layer3.1": "half of stage 3, stage 4",
+        "layer4": "stage 4",
+        "layer4.1": "last block",
+        "head": "head",
+    },
+    "wrn-28-10": {
+        "layer2": "groups 2+3",
+        "layer3": "group 3",
+        "layer3.1": "last 3 blocks",
+        "layer3.2": "last 2 blocks",
+        "layer3.3": "last block",
+    },
+}
+
+
+class Case:
+    """One method on one network, ready to take steps."""
+
+    def __init__(self, name, network, batch_size, precision, device, make_mask):
+        torch.manual_seed(0)
+        self.name = name
+        self.model = build_model(network, 100).to(device, memory_format=torch.channels_last)
+        x = torch.randn(batch_size, 3, 32, 32, device=device).contiguous(memory_format=torch.channels_last)
+        y = torch.randint(0, 100, (batch_size,), device=device)
+        fused = device.type == "cuda"
+        opt = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9, weight_decay=1e-3, fused=fused)
+        if make_mask is not None:
+            opt = SAM.wrap(opt, rho=0.05, mask=make_mask(self.model), model=self.model)
+        self.opt = opt
+
+        def closure():
+            opt.zero_grad()
+            with torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else contextlib.nullcontext():
+                loss = F.cross_entropy(self.model(x), y)
+            loss.backward()
+            return loss
+
+        self.step = CapturedStep(opt, closure) if device.type == "cuda" else lambda: opt.step(closure)
+
+    def perturbed(self):
+        """Return the share of the weights that a step perturbs, on average."""
+        if not isinstance(self.opt, SAM):
+            return 0.0
+        total = sum(p.numel() for p in self.model.parameters())
+        params = [p for group in self.opt.param_groups for p in group["params"]]
+        chosen = sum(
+            m * p.numel() if isinstance(m, bool) else int(m.sum())
+            for m, p in zip(self.opt.selection, params, strict=True)
+        )
+        full = getattr(self.opt.mask, "full", 0.0)
+        return (1 - full) * chosen / total + full
+
+
+def methods(network):
+    """Return what is compared: name -> mask of a model; None: no SAM at all."""
+    table = {"SGD": None, "SAM": lambda model: None, "unstructured, 50 %": lambda model: RandomMask(0.5)}
+    for cut, words in CUTS[network].items():
+        table[f"SSAM-C, {words}"] = lambda model, cut=cut: BudgetMask(model, cut=cut)
+    middle = "layer4" if network == "resnet18" else "layer3"
+    name = f"SSAM-C, {CUTS[network][middle]}, every 4th step full"
+    table[name] = lambda model: BudgetMask(model, cut=middle, full=0.25)
+    return table
+
+
+def measure(network, options, device):
+    """Return a row for each method."""
+    cases = [
+        Case(name, network, options.batch_size, options.precision, device, mask)
+        for name, mask in methods(network).items()
+    ]
+    for case in cases:
+        for _ in range(options.warm_up):
+            case.step()
+        print(f"{network}: {case.name} is ready", file=sys.stderr)
+    clock = Clock(device)
+    rounds = {case.name: [] for case in cases}
+    for _ in range(options.rounds):
+        for case in cases:
+            clock.prepare()
+            start = clock.now()
+            for _ in range(options.steps):
+                case.step()
+            rounds[case.name].append(1000 * clock.between(start, clock.now()) / options.steps)
+    base = statistics.median(rounds["SGD"])
+    return [
+        {
+            "network": network,
+            "method": case.name,
+            "perturbed": case.perturbed(),
+            "ms": statistics.median(rounds[case.name]),
+            "ratio": statistics.median(rounds[case.name]) / base,
+            "rounds_ms": rounds[case.name],
+        }
+        for case in cases
+    ]
+
+
+def show(result):
+    """Print the tables as Markdown."""
+    for network in dict.fromkeys(row["network"] for row in result["rows"]):
+        print(f"\n{network}, {result['device']}, torch {result['torch']}, batch {result['batch_size']},", end=" ")
+        print(f"{result['precision']}, {result['rounds']} rounds of {result['steps']} steps\n")
+        print("| perturbed | share of weights | ms a step (smallest – largest) | × SGD | theory of the paper |")
+        print("| --- | --- | --- | --- | --- |")
+        for row in result["rows"]:
+            if row["network"] == network:
+                spread = f"{row['ms']:.2f} ({min(row['rounds_ms']):.2f} – {max(row['rounds_ms']):.2f})"
+                theory = theoretical_flops(row["perturbed"] or None)
+                share = f"{100 * row['perturbed']:.1f} %"
+                print(f"| {row['method']} | {share} | {spread} | {row['ratio']:.2f} | {theory:.2f} |")
+
+
+def plot(result, path):
+    """Draw time against the perturbed share, beside the paper's theoretical line."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    networks = list(dict.fromkeys(row["network"] for row in result["rows"]))
+    figure, axes = plt.subplots(1, len(networks), figsize=(5.2 * len(networks), 4.2), sharey=True, squeeze=False)
+    for ax, network in zip(axes[0], networks, strict=True):
+        rows = [row for row in result["rows"] if row["network"] == network]
+        cuts = sorted((r["perturbed"], r["ratio"], r["method"]) for r in rows if r["method"].startswith("SSAM-C"))
+        plain = [cut for cut in cuts if "full" not in cut[2]]
+        shares = [i / 100 for i in range(101)]
+        ax.plot(
+            [100 * s for s in shares],
+            [theoretical_flops(s) for s in shares],
+            "--",
+            color="0.6",
+            label="theory of the paper",
+        )
+        ax.plot([100 * c[0] for c in plain], [c[1] for c in plain], "o-", color="tab:blue", label="SSAM-C, measured")
+        for method, colour, marker in (
+            ("SGD", "tab:green", "s"),
+            ("SAM", "tab:red", "D"),
+            ("unstructured, 50 %", "tab:orange", "^"),
+        ):
+            row = next(r for r in rows if r["method"] == method)
+            ax.plot(
+                100 * row["perturbed"], row["ratio"], marker, color=colour, markersize=8, label=f"{method}, measured"
+            )
+        for share, ratio, name in plain:
+            text = name.removeprefix("SSAM-C, ")
+            ax.annotate(text, (100 * share, ratio), xytext=(-6, 5), textcoords="offset points", ha="right", fontsize=8)
+        ax.set(title=network, xlabel="perturbed weights, %", xlim=(-4, 104), ylim=(0.95, 2.2))
+        ax.grid(alpha=0.3)
+    axes[0][0].set_ylabel("time of a step, × SGD")
+    axes[0][0].legend(fontsize=8, loc="upper left")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    print(f"\n{path}", file=sys.stderr)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", nargs="+", default=list(CUTS), choices=list(CUTS))
+    parser.add_argument("--batch-size", type=int, default=128)
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="bf16")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=40, help="in each round")
+    parser.add_argument("--warm-up", type=int, default=20, help="steps before the first round")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--redraw", type=Path, help="draw and print an earlier output, measure nothing")
+    options = parser.parse_args()
+    if options.redraw:
+        result = json.loads(options.redraw.read_text())
+    else:
+        device = torch.device(options.device)
+        torch.backends.cudnn.benchmark = True
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU"
+        result = {
+            "device": name,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "sparsam": sparsam.__version__,
+            "batch_size": options.batch_size,
+            "precision": options.precision,
+            "rounds": options.rounds,
+            "steps": options.steps,
+            "rows": [row for network in options.networks for row in measure(network, options, device)],
+        }
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    show(result)
+    if options.plot:
+        plot(result, options.plot)
+
+
+if __name__ == "__main__":
+    main()
