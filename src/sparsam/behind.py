@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from sparsam.cuts import find_cuts
+from sparsam.cuts import Cut, find_cuts
 from sparsam.distributed import text_of_rank_zero
 from sparsam.masks import BudgetMask, Mask, StepKind
 from sparsam.masks.budget import choose_cut
@@ -101,28 +101,9 @@ class BehindCut:
         mask = self.mask
         if not isinstance(mask, BudgetMask) or mask.cut is not None:
             return
-        clock = Clock(params[0].device, device_time)
-        found = find_cuts(mask.model, closure, device_time=device_time)
-        with no_trace(mask.model):
-            extra = self._perturbation_cost(closure, params, clock) if found else 0.0
-        costs = {cut.name: 1 + (cut.step or 0.0) + extra * cut.weights for cut in found}
-        mask.cut = text_of_rank_zero(choose_cut(costs, mask.budget, mask.full))
-
-    @torch.no_grad()
-    def _perturbation_cost(self, closure: Callable[[], Any], params: Sequence[Tensor], clock: Clock) -> float:
-        """Return what perturbing and restoring all weights costs, as a share of a pass."""
-        used = [p for p in params if p.grad is not None]
-        times = []
-        for _ in range(2):  # the first warms up
-            clock.prepare()
-            start = clock.now()
-            restore(perturb(used, [p.grad for p in used], [True] * len(used), [0.0] * len(used)))  # type: ignore[misc]
-            middle = clock.now()
-            with torch.enable_grad():
-                closure()
-            end = clock.now()
-            times.append(clock.between(start, middle) / clock.between(middle, end))
-        return times[-1]
+        costs = cut_costs(mask.model, closure, params, device_time=device_time)
+        chosen = choose_cut({cut.name: cost for cut, cost in costs.items()}, mask.budget, mask.full)
+        mask.cut = text_of_rank_zero(chosen)
 
     # ------------------------------------------------------------------------------------------------ state
 
@@ -137,3 +118,35 @@ class BehindCut:
         self.before = {cut: list(b) for cut, b in state["before"].items()}
         share = state["norm_share"]
         self.norm_share = None if share is None else share.to(device)
+
+
+def cut_costs(
+    model: nn.Module, closure: Callable[[], Any], params: Sequence[Tensor], *, device_time: bool = False
+) -> dict[Cut, float]:
+    """Measure what a step costs from each cut, in base steps: the pass behind the cut again, and the perturbation.
+
+    The base optimizer's own step is left out of the base step, so that the costs are rather too high than too low.
+
+    Args:
+        model: The network.
+        closure: One pass, as for an optimizer; it is called several times.
+        params: What would be perturbed.
+        device_time: See :func:`sparsam.find_cuts`.
+    """
+    cuts = find_cuts(model, closure, device_time=device_time)
+    clock = Clock(params[0].device, device_time)
+    with no_trace(model), torch.enable_grad():
+        shares = [_perturbation_share(closure, params, clock) for _ in range(2)] if cuts else [0.0]
+    return {cut: 1 + (cut.step or 0.0) + cut.weights * shares[-1] for cut in cuts}  # the first share warmed up
+
+
+def _perturbation_share(closure: Callable[[], Any], params: Sequence[Tensor], clock: Clock) -> float:
+    """Return what perturbing and restoring all weights costs, as a share of a pass."""
+    used = [p for p in params if p.grad is not None]
+    clock.prepare()
+    start = clock.now()
+    with torch.no_grad():
+        restore(perturb(used, [p.grad for p in used], [True] * len(used), [0.0] * len(used)))  # type: ignore[misc]
+    middle = clock.now()
+    closure()
+    return clock.between(start, middle) / clock.between(middle, clock.now())

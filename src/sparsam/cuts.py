@@ -27,7 +27,7 @@ from sparsam.recording import Kept, keep
 from sparsam.replay import bare
 from sparsam.timing import Clock
 
-WARM_UP = 2
+PASSES, WARM_UP = 3, 2
 
 
 class Cut(NamedTuple):
@@ -41,7 +41,9 @@ class Cut(NamedTuple):
     """The share of a pass, forward and backward, that lies behind the cut; None if it was not measured."""
 
 
-def find_cuts(model: nn.Module, run: Callable[[], Any], *, passes: int = 3, device_time: bool = False) -> list[Cut]:
+def find_cuts(
+    model: nn.Module, run: Callable[[], Any], *, passes: int = PASSES, device_time: bool = False
+) -> list[Cut]:
     """Find where a model can be cut, earliest first, and measure how much of a pass lies behind each cut.
 
     Of cuts with the same weights behind them only the last is listed, because it costs least; of names for the same

@@ -196,14 +196,17 @@ def cuts(
     ```
     """
     from sparsam.cli import cuts as cuts_module
+    from sparsam.masks.budget import check_budget
 
     recipe, images = cuts_module.load(
         model, batch_size=batch_size, precision=precision, size=image_size, classes=classes, channels=channels
     )
     place = _device(device)
+    if budget is not None:
+        check_budget(budget)
     with Console(stderr=True).status("Measuring ...", refresh_per_second=2):  # drawing delays what is measured
-        found = cuts_module.measure(recipe, images, place, budget)
-    cuts_module.show(recipe, images, found, place, budget)
+        costs = cuts_module.measure(recipe, images, place)
+    cuts_module.show(recipe, images, costs, place, budget)
 
 
 @app.command()

@@ -10,26 +10,15 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from sparsam.behind import BehindCut
-from sparsam.cuts import WARM_UP, Cut, find_cuts
-from sparsam.masks import BudgetMask
+from sparsam.behind import cut_costs
+from sparsam.cuts import PASSES, WARM_UP, Cut
 from sparsam.masks.budget import choose_cut
-from sparsam.timing import Clock
 from sparsam.training import Recipe, load_recipe, recipe_from
 from sparsam.training.build import build_loss, build_network
 from sparsam.training.environment import processor
 from sparsam.training.trainer import AUTOCAST
 
-PASSES = 3  # timed; as many as a BudgetMask takes in its first step
-USUAL_EXTRA = 0.25  # the example in the last line costs about as much more as BudgetMask's default budget allows
-
-
-class Measured(NamedTuple):
-    """What the passes brought."""
-
-    cuts: list[Cut]
-    perturbation: float
-    """What perturbing all weights costs, in base steps; 0 where no budget asks for it."""
+USUAL_COST = 1.25  # the example in the last line costs about BudgetMask's default budget
 
 
 class Images(NamedTuple):
@@ -71,14 +60,12 @@ def load(model: str, *, batch_size: int | None, precision: str | None, **shape: 
     return recipe, images._replace(**{key: value for key, value in shape.items() if value is not None})
 
 
-def measure(recipe: Recipe, images: Images, device: torch.device, budget: float | None = None) -> Measured:
-    """Measure the cuts of a recipe's network as it would train, but on random images."""
+def measure(recipe: Recipe, images: Images, device: torch.device) -> dict[Cut, float]:
+    """Measure what a step of a recipe's network would cost from each cut, on random images."""
     if device.type == "cuda":
         torch.cuda.set_device(device)  # whose events take the time
         torch.backends.cudnn.benchmark = not recipe.train.deterministic  # as the trainer does
     network = build_network(recipe, images, device)  # type: ignore[arg-type]  # of the data it asks for their shape
-    # Refuses an impossible budget before anything is measured.
-    mask = None if budget is None else BudgetMask(network, budget=budget)
     layout = torch.channels_last if recipe.train.channels_last else torch.contiguous_format
     x = torch.randn(recipe.data.batch_size, images.channels, images.size, images.size, device=device)
     x = x.contiguous(memory_format=layout)
@@ -93,34 +80,29 @@ def measure(recipe: Recipe, images: Images, device: torch.device, budget: float 
         return loss
 
     try:
-        cuts = find_cuts(network, closure, passes=PASSES, device_time=_captured(recipe))
-        if not cuts or mask is None:
-            return Measured(cuts, 0.0)
-        clock, params = Clock(device, _captured(recipe)), list(network.parameters())
-        return Measured(cuts, BehindCut(mask, adaptive=False)._perturbation_cost(closure, params, clock))
+        return cut_costs(network, closure, list(network.parameters()), device_time=_captured(recipe))
     except RuntimeError as error:  # what torch says of images too small for a network, and of too little memory
         raise ValueError(f"{recipe.model.name} could not take {_batch(recipe, images)}: {error}") from error
 
 
-def show(recipe: Recipe, images: Images, found: Measured, device: torch.device, budget: float | None = None) -> None:
+def show(
+    recipe: Recipe, images: Images, costs: dict[Cut, float], device: torch.device, budget: float | None = None
+) -> None:
     """Print the cuts, how they were measured and how to use them; where none fits the budget, raise at the end."""
-    cuts = found.cuts
-    if not cuts:
+    if not costs:
         raise ValueError(f"{recipe.model.name} has no cut: nothing of a step could be left out")
-    costs = {cut.name: 1 + (cut.step or 0.0) for cut in cuts}
     chosen, refusal = None, None
     if budget is not None:
         try:
-            # With the perturbation: it can be a tenth of a small batch's pass, and the mask counts it.
-            chosen = choose_cut({c.name: costs[c.name] + found.perturbation * c.weights for c in cuts}, budget)
+            chosen = choose_cut({cut.name: cost for cut, cost in costs.items()}, budget)
         except ValueError as error:
             refusal = error
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("Cut before", no_wrap=True)
     for heading in ("Weights behind, %", "Pass behind, %", "Step, ×"):
         table.add_column(heading, justify="right")
-    for cut in cuts:
-        numbers = (f"{100 * cut.weights:.2f}", f"{100 * (cut.step or 0.0):.1f}", f"{costs[cut.name]:.3f}")
+    for cut, cost in costs.items():
+        numbers = (f"{100 * cut.weights:.2f}", f"{100 * (cut.step or 0.0):.1f}", f"{cost:.3f}")
         if cut.name == chosen:
             table.add_row(cut.name, *numbers, f"← budget {budget:g}", style="bold")
         else:
@@ -128,15 +110,9 @@ def show(recipe: Recipe, images: Images, found: Measured, device: torch.device, 
     console = Console(highlight=False)
     console.print(table)
     console.print(_caption(recipe, images, device), style="dim")
-    if budget is not None:
-        console.print(
-            f"The budget counts the perturbation, as BudgetMask does: {found.perturbation:.3f} base steps for all "
-            "weights. The mask measures again in its first step.",
-            style="dim",
-        )
     if refusal:
         raise refusal
-    example = chosen or min(cuts, key=lambda cut: abs((cut.step or 0.0) - USUAL_EXTRA)).name
+    example = chosen or min(costs, key=lambda cut: abs(costs[cut] - USUAL_COST)).name
     console.print("To perturb only what lies behind a cut, and to compute nothing before it twice:")
     console.print(f'  BudgetMask(model, cut="{example}")')
 
@@ -150,8 +126,8 @@ def _caption(recipe: Recipe, images: Images, device: torch.device) -> str:
         f"{recipe.model.name}: median of {PASSES} timed passes, forward and backward, after {WARM_UP} to warm up; "
         f"{_batch(recipe, images)}, {images.classes} classes, {recipe.train.precision}; {where}; torch "
         f"{torch.__version__}.\n"
-        "Step: 1 + the share of the pass behind the cut, in base steps. The cost of the perturbation itself and the "
-        "base optimizer's step are not counted."
+        "Step: in base steps, 1 + the share of the pass behind the cut + the perturbation. The base optimizer's step "
+        "is not counted, so real steps cost rather less."
     )
 
 

@@ -56,8 +56,7 @@ class BudgetMask(Mask):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a module, but is {model!r}")
-        if not isinstance(budget, (int, float)) or not 1 < budget < math.inf:
-            raise ValueError(f"budget must be a number above 1 (the base step alone costs 1), but is {budget!r}")
+        check_budget(budget)
         check_share("full", full)
         if full_rho is not None:
             check_rho(full_rho, "full_rho")
@@ -114,6 +113,12 @@ class BudgetMask(Mask):
     def select(self, params: Sequence[Tensor], step: int, previous: Selection | None) -> Selection:
         """Return all of the parameters, which the optimizer has narrowed to those behind the cut, or some of each."""
         return self.within.select(params, step, previous) if self.within else [True] * len(params)
+
+
+def check_budget(budget: float) -> None:
+    """Refuse a budget that pays for no perturbation at all."""
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 1 < budget < math.inf:
+        raise ValueError(f"budget must be a number above 1, what the base step alone costs, but is {budget!r}")
 
 
 def choose_cut(costs: dict[str, float], budget: float, full: float = 0.0) -> str:
