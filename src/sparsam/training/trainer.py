@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from sparsam.extras import need
 from sparsam.graphs import CapturedStep
+from sparsam.masks import BudgetMask
 from sparsam.optimizer import SAM
 from sparsam.training.build import build_loader, build_loss, build_network, build_optimizer
 from sparsam.training.checkpoint import load_checkpoint, save_checkpoint
@@ -85,6 +86,11 @@ class Trainer:
                 pass
         return self.directory.summary()
 
+    @property
+    def cut(self) -> str | None:
+        """The module before which a BudgetMask cuts, once it has chosen."""
+        return self.opt.mask.cut if isinstance(self.opt, SAM) else None
+
     def stop(self) -> None:
         """End the step that is being taken, save, and raise :class:`Interrupted`."""
         self._stop = True
@@ -125,6 +131,8 @@ class Trainer:
                 self.progress.step_done(self.batch, time.perf_counter() - start)
             if self._captured and self._captured.eager_because:
                 self.progress.remark(f"no CUDA graph: {self._captured.eager_because}")
+            if self.cut:
+                self.progress.remark(f"perturbed is what lies behind the cut before {self.cut!r}")
             if self._stop or (every and self.batch % every == 0):
                 self._synchronise()
                 self.seconds = time.perf_counter() - start
@@ -265,6 +273,7 @@ class Trainer:
             "seconds": epochs[-1]["elapsed"],
             "peak_memory_mb": epochs[-1]["peak_memory_mb"],
             "perturbed": epochs[-1]["perturbed"],
+            "cut": self.cut,
             "theoretical_flops": theoretical_flops(epochs[-1]["perturbed"]),
             "extra": {},
         }
@@ -371,7 +380,8 @@ def default_device() -> torch.device:
 
 
 def mask_density(opt: SAM, model: torch.nn.Module) -> dict[str, float]:
-    """Return the share of perturbed weights of each block of the model, and under "" that of all weights."""
+    """Return the share of the weights of each block of the model that a mean step perturbs, and under "" of all."""
+    full = opt.mask.full if isinstance(opt.mask, BudgetMask) else 0.0
     chosen: dict[str, Any] = {}
     total: dict[str, int] = {}
     names = {p: ".".join(name.split(".")[:2]) for name, p in model.named_parameters()}
@@ -380,7 +390,7 @@ def mask_density(opt: SAM, model: torch.nn.Module) -> dict[str, float]:
         for block in ("", names[p]):
             total[block] = total.get(block, 0) + p.numel()
             chosen[block] = chosen.get(block, 0) + (m.sum() if isinstance(m, Tensor) else m * p.numel())
-    return {block: float(chosen[block]) / total[block] for block in total}
+    return {block: (1 - full) * float(chosen[block]) / total[block] + full for block in total}
 
 
 def _same_kind(own: Any, loaded: Any) -> Any:
