@@ -40,13 +40,14 @@ def test_lists_the_cuts_with_their_weights():
     model = build_model("resnet18", 10)
     for name, weights, behind, step, mark in table:
         assert weights == f"{weights_from(model, name):.2f}"
-        assert float(step) > 1 + float(behind) / 100 - 0.0011  # both are rounded; the perturbation comes on top
+        assert float(step) > 1
+        assert 0 < float(behind) <= 100
         assert mark is None
     words = " ".join(text.split())
     assert "median of 3 timed passes" in words
     assert "2 random images of 3×16×16, 10 classes, fp32" in words
     assert f"torch {torch.__version__}" in words
-    assert "base optimizer's step is not counted" in words
+    assert "Step: in steps of sgd alone" in words
     assert re.search(r'BudgetMask\(model, cut="(stem|layer|head)[.0-9]*"\)', text)
 
 
@@ -95,7 +96,8 @@ def test_a_budget_that_nothing_fits_is_refused_below_the_table():
 
 def test_a_network_without_a_cut():
     model = nn.Linear(4, 2)
-    costs = cut_costs(model, lambda: model(torch.ones(3, 4)).sum().backward(), list(model.parameters()))
+    base = torch.optim.SGD(model.parameters())
+    costs = cut_costs(model, lambda: model(torch.ones(3, 4)).sum().backward(), base)
     recipe, images = cuts.load("plain", batch_size=None, precision=None)
     with pytest.raises(ValueError, match="plain has no cut: nothing of a step could be left out"):
         cuts.show(recipe, images, costs, torch.device("cpu"))

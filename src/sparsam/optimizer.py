@@ -326,8 +326,7 @@ class SAM(Optimizer):
         self._start()
         self._phase = Phase.FIRST_PASS
         try:
-            params, _ = self._params_and_rhos()
-            self._behind.choose(closure, params, device_time=self.captured)
+            self._behind.choose(closure, self.base_optimizer, device_time=self.captured)
             with self._behind.first_pass(self.mask.kind(self.steps)) as recording:
                 loss = closure()
             if recording is not None:

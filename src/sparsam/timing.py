@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,3 +44,10 @@ class Clock:
             end.synchronize()
             return float(start.elapsed_time(end)) / 1000
         return float(end - start)
+
+    def time(self, work: Callable[[], object]) -> float:
+        """Return the seconds that some work takes."""
+        self.prepare()
+        start = self.now()
+        work()
+        return self.between(start, self.now())

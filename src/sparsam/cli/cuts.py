@@ -14,7 +14,7 @@ from sparsam.behind import cut_costs
 from sparsam.cuts import PASSES, WARM_UP, Cut
 from sparsam.masks.budget import choose_cut
 from sparsam.training import Recipe, load_recipe, recipe_from
-from sparsam.training.build import build_loss, build_network
+from sparsam.training.build import build_base, build_loss, build_network
 from sparsam.training.environment import processor
 from sparsam.training.trainer import AUTOCAST
 
@@ -80,7 +80,8 @@ def measure(recipe: Recipe, images: Images, device: torch.device) -> dict[Cut, f
         return loss
 
     try:
-        return cut_costs(network, closure, list(network.parameters()), device_time=_captured(recipe))
+        base = build_base(recipe, network, captured=False)
+        return cut_costs(network, closure, base, device_time=_captured(recipe))
     except RuntimeError as error:  # what torch says of images too small for a network, and of too little memory
         raise ValueError(f"{recipe.model.name} could not take {_batch(recipe, images)}: {error}") from error
 
@@ -126,8 +127,7 @@ def _caption(recipe: Recipe, images: Images, device: torch.device) -> str:
         f"{recipe.model.name}: median of {PASSES} timed passes, forward and backward, after {WARM_UP} to warm up; "
         f"{_batch(recipe, images)}, {images.classes} classes, {recipe.train.precision}; {where}; torch "
         f"{torch.__version__}.\n"
-        "Step: in base steps, 1 + the share of the pass behind the cut + the perturbation. The base optimizer's step "
-        "is not counted, so real steps cost rather less."
+        f"Step: in steps of {recipe.optimizer.name} alone: 1 + what lies behind the cut + the perturbation."
     )
 
 

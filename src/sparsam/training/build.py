@@ -110,6 +110,25 @@ def build_mask(recipe: Recipe, model: nn.Module, loader: Loader, kind: str = "")
     return NormMask(model) if kind == "norm" else None
 
 
+def build_base(recipe: Recipe, model: nn.Module, *, captured: bool) -> torch.optim.Optimizer:
+    """Build the base optimizer.
+
+    Args:
+        recipe: What to build.
+        model: The network.
+        captured: Whether steps are to be captured in a CUDA graph: the learning rate is then a device tensor.
+    """
+    settings = recipe.optimizer
+    options: dict[str, Any] = {"lr": _number(settings.lr, model, captured), "weight_decay": settings.weight_decay}
+    if settings.name == "sgd":
+        options["momentum"] = settings.momentum
+    if captured:
+        options["fused"] = True  # the variants that read a learning-rate tensor on the device
+        if settings.name != "sgd":
+            options["capturable"] = True
+    return BASES[settings.name](model.parameters(), **options)
+
+
 def build_optimizer(recipe: Recipe, model: nn.Module, loader: Loader, *, captured: bool) -> torch.optim.Optimizer:
     """Build the base optimizer, and SAM around it.
 
@@ -119,21 +138,13 @@ def build_optimizer(recipe: Recipe, model: nn.Module, loader: Loader, *, capture
         loader: The data, for masks that look at it.
         captured: Whether steps are to be captured in a CUDA graph: the learning rate and rho are then device tensors.
     """
-    device = next(model.parameters()).device
-
-    def number(value: float) -> float | Tensor:
-        return torch.tensor(value, device=device) if captured else value
-
-    settings = recipe.optimizer
-    options: dict[str, Any] = {"lr": number(settings.lr), "weight_decay": settings.weight_decay}
-    if settings.name == "sgd":
-        options["momentum"] = settings.momentum
-    if captured:
-        options["fused"] = True  # the variants that read a learning-rate tensor on the device
-        if settings.name != "sgd":
-            options["capturable"] = True
-    base = BASES[settings.name](model.parameters(), **options)
+    base = build_base(recipe, model, captured=captured)
     if not recipe.sam.enabled:
         return base
+    rho = _number(recipe.sam.rho, model, captured)
     mask = build_mask(recipe, model, loader)
-    return SAM.wrap(base, rho=number(recipe.sam.rho), mask=mask, adaptive=recipe.sam.adaptive, model=model)
+    return SAM.wrap(base, rho=rho, mask=mask, adaptive=recipe.sam.adaptive, model=model)
+
+
+def _number(value: float, model: nn.Module, captured: bool) -> float | Tensor:
+    return torch.tensor(value, device=next(model.parameters()).device) if captured else value
