@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from cases import MASKS, magnitude, optimizer, same, task, weights
 from sparsam import SAM, BudgetMask, DynamicMask, RandomMask, TopKMask
 from sparsam.graphs import CapturedStep
+from sparsam.models import build_model
 from sparsam.training.rundir import RunDirectory
 
 pytestmark = [
@@ -283,3 +285,47 @@ def test_a_measured_cut_is_captured_and_steps_are_those_of_the_named_cut():
     named = cuda_task(dtype=torch.float32)
     opt = SAM(named.model.parameters(), torch.optim.SGD, rho=0.1, mask=BudgetMask(named.model, cut=mask.cut), lr=0.05)
     assert losses == pytest.approx([opt.step(named.closure(opt)).item() for _ in range(8)], rel=1e-4)
+
+
+def test_each_kind_of_step_is_captured_once():
+    t = cuda_task(dtype=torch.float32)
+    mask = BudgetMask(t.model, cut="3", full=0.5)
+    opt = SAM(t.model.parameters(), torch.optim.SGD, rho=0.1, mask=mask, lr=0.05)
+    step = CapturedStep(opt, t.closure(opt))
+    captures = []
+    capture, step._capture = step._capture, lambda selection: captures.append(selection) or capture(selection)
+    for _ in range(20):
+        step()
+    assert len(captures) == len(step._graphs) == 2
+
+
+def test_a_replayed_step_needs_the_memory_of_an_ordinary_one_and_of_what_lies_behind_the_cut():
+    peaks = {}
+    for method in ("SGD", "SSAM-C"):
+        torch.manual_seed(0)
+        model = build_model("resnet18", 10).cuda()
+        x, y = torch.randn(128, 3, 32, 32, device="cuda"), torch.randint(0, 10, (128,), device="cuda")
+        opt = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        if method == "SSAM-C":
+            opt = SAM.wrap(opt, rho=0.05, mask=BudgetMask(model, cut="layer4"))
+
+        def closure(model=model, opt=opt, x=x, y=y):
+            opt.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        for i in range(4):
+            if i == 2:
+                torch.cuda.reset_peak_memory_stats()
+            opt.step(closure)
+        peaks[method] = torch.cuda.max_memory_allocated()
+        behind = sum(p.numel() * 4 for part in (model.layer4, model.head) for p in part.parameters())
+        h = model.layer3(model.layer2(model.layer1(model.stem(x)))).detach()
+        torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_allocated()
+        model.head(model.layer4(h)).sum().backward()
+        suffix = torch.cuda.max_memory_allocated() - start
+        del model, opt, closure, h
+        gc.collect()
+    assert peaks["SSAM-C"] <= peaks["SGD"] + suffix + behind  # the copies of the perturbed weights

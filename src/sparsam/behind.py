@@ -53,11 +53,17 @@ class BehindCut:
 
     # ------------------------------------------------------------------------------------------- parameters
 
-    def find(self, cut: str | None, params: Sequence[Tensor]) -> None:
+    def find(self, kind: StepKind, params: Sequence[Tensor]) -> None:
         """Find out which parameters lie before a cut: from the recorded first pass, or by a guess where there is none.
 
         It is found once; a first pass that took another way later is noticed in its second pass.
         """
+        cut = kind.cut
+        if isinstance(self.mask, BudgetMask) and self.mask.cut is None and not kind.everything:
+            raise RuntimeError(
+                "a budget is measured in step(closure), but the first step has none: name a cut, such as "
+                "BudgetMask(model, cut='layer4'), to step without a closure"
+            )
         if cut is None or self.replay is None:
             return
         recorded = self.replay.parameters_before()

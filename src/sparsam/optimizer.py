@@ -234,7 +234,7 @@ class SAM(Optimizer):
         params, rhos = self._params_and_rhos()
         check_gradients(params)
         kind = self.mask.kind(self.steps)
-        self._behind.find(kind.cut, params)
+        self._behind.find(kind, params)
         self._update_mask(params)
         selection = self._used_selection(kind, params)
         if kind.rho is not None:
