@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from sparsam.behind import cut_costs
 from sparsam.cli import cuts
+from sparsam.costs import cut_costs
 from sparsam.cuts import Cut
 from sparsam.data import load_digits
 from sparsam.data.cifar import LAYOUTS
@@ -59,7 +59,7 @@ def test_the_options_and_a_recipe_say_what_is_measured():
     model = build_model("resnet-small", 7, channels=1)
     assert [row[:2] for row in rows(text)] == [
         (name, f"{weights_from(model, name):.2f}")
-        for name in ("stem", "stem.1", "layer1.0", "layer2.0", "layer3.0", "head.2")
+        for name in ("stem", "stem.1", "layer1", "layer2", "layer3", "head.2")
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,15 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sparsam.cuts import Cut, find_cuts
-from sparsam.distributed import text_of_rank_zero
+from sparsam.costs import cut_costs
+from sparsam.distributed import value_of_rank_zero
 from sparsam.masks import BudgetMask, Mask, StepKind
-from sparsam.masks.budget import choose_cut
-from sparsam.passes import no_trace
-from sparsam.perturbation import gradient_norm, perturb, restore
+from sparsam.masks.budget import FULL_COST, choose_cut
+from sparsam.perturbation import gradient_norm
 from sparsam.recording import Recording
 from sparsam.replay import Replay, parameters_before_by_order
-from sparsam.timing import Clock
 
 
 class BehindCut:
@@ -45,11 +42,17 @@ class BehindCut:
         unknown_norm = self.mask.norm == "whole" and self.norm_share is None
         return self.replay.first_pass(kind.cut, whole_gradient=unknown_norm)
 
-    def second_pass(self, kind: StepKind, perturbed: Iterable[Tensor]) -> AbstractContextManager[None]:
-        """Start the second pass of a step that is cut at its cut."""
+    def modules_before(self, kind: StepKind) -> set[nn.Module]:
+        """Return the modules that the second pass is not going to call."""
+        return set() if kind.cut is None or self.replay is None else self.replay.modules_before()
+
+    def second_pass(
+        self, kind: StepKind, perturbed: Iterable[Tensor], in_full: Callable[[], None]
+    ) -> AbstractContextManager[None]:
+        """Start the second pass of a step that is cut at its cut; call `in_full` if it calls all modules after all."""
         if kind.cut is None or self.replay is None:
             return nullcontext()
-        return self.replay.second_pass(perturbed)
+        return self.replay.second_pass(perturbed, in_full)
 
     # ------------------------------------------------------------------------------------------- parameters
 
@@ -69,7 +72,7 @@ class BehindCut:
         recorded = self.replay.parameters_before()
         if self.replay.recording is None:
             self.replay.warn_two_step()
-        if cut not in self.before:
+        if len(self.before.get(cut, [])) != len(params):
             before = parameters_before_by_order(self.replay.model, cut) if recorded is None else recorded
             self.before[cut] = [p in before for p in params]
 
@@ -109,9 +112,11 @@ class BehindCut:
         mask = self.mask
         if not isinstance(mask, BudgetMask) or mask.cut is not None:
             return
-        costs = cut_costs(mask.model, closure, base, device_time=device_time)
-        chosen = choose_cut({cut.name: cost for cut, cost in costs.items()}, mask.budget, mask.full)
-        mask.cut = text_of_rank_zero(chosen)
+        limit = (mask.budget - mask.full * FULL_COST) / (1 - mask.full) if mask.full < 1 else 0.0
+        costs = cut_costs(mask.model, closure, base, device_time=device_time, limit=limit)
+        # What fits on one rank may not fit on another, which then must not be alone with its error.
+        by_name = value_of_rank_zero({cut.name: cost for cut, cost in costs.items()})
+        mask.cut = choose_cut(by_name, mask.budget, mask.full)
 
     # ------------------------------------------------------------------------------------------------ state
 
@@ -126,54 +131,3 @@ class BehindCut:
         self.before = {cut: list(b) for cut, b in state["before"].items()}
         share = state["norm_share"]
         self.norm_share = None if share is None else share.to(device)
-
-
-def cut_costs(
-    model: nn.Module, closure: Callable[[], Any], base: Optimizer, *, device_time: bool = False
-) -> dict[Cut, float]:
-    r"""Measure what a step costs from each cut, in base steps.
-
-    With the share f of a pass that lies behind the cut, the share of the weights that does, and the time of
-    perturbing all weights and of the base optimizer's own step in passes, p and b:
-
-    .. math::  1 + \frac{f + \text{weights} \cdot p}{1 + b}
-
-    A little too much, because the first pass of a real step stops right before the cut.
-
-    Args:
-        model: The network.
-        closure: One pass, as for an optimizer; it is called several times.
-        base: The base optimizer. Its step is timed on a copy.
-        device_time: See :func:`sparsam.find_cuts`.
-    """
-    cuts = find_cuts(model, closure, device_time=device_time)
-    params = [p for group in base.param_groups for p in group["params"]]
-    clock = Clock(params[0].device, device_time)
-    with no_trace(model), torch.enable_grad():
-        for _ in range(2 if cuts else 0):  # the first warms up
-            perturbing, stepping = _perturbing(params), _stepping(base)
-            seconds = [clock.time(work) for work in (perturbing, stepping, closure)]
-    return {cut: 1 + ((cut.step or 0) * seconds[2] + cut.weights * seconds[0]) / sum(seconds[1:]) for cut in cuts}
-
-
-def _perturbing(params: Sequence[Tensor]) -> Callable[[], None]:
-    used = [p for p in params if p.grad is not None]
-    grads, rhos = [p.grad for p in used], [0.0] * len(used)
-
-    @torch.no_grad()
-    def work() -> None:
-        restore(perturb(used, grads, [True] * len(used), rhos))  # type: ignore[arg-type]
-
-    return work
-
-
-def _stepping(base: Optimizer) -> Callable[[], object]:
-    """Return the step of a copy of an optimizer; where it cannot be copied, a step that takes no time."""
-    try:
-        twin = copy.deepcopy(base)
-        for group, other in zip(base.param_groups, twin.param_groups, strict=True):
-            for p, q in zip(group["params"], other["params"], strict=True):
-                q.grad = p.grad
-        return twin.step
-    except Exception:  # a base of one's own that no copy works for, or too little memory
-        return lambda: None

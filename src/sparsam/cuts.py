@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from sparsam.autograd_graph import leaf_of, node_of, nodes_behind, tensors_in
 from sparsam.interception import Call, intercepted
 from sparsam.passes import no_trace
-from sparsam.recording import Kept, keep
+from sparsam.recording import Kept, in_backward, keep, same_tensors
 from sparsam.replay import bare
 from sparsam.timing import Clock
 
@@ -86,17 +86,21 @@ class _Visit(NamedTuple):
 
 def _places(model: nn.Module, run: Callable[[], Any]) -> dict[str, float]:
     """Return the cuts by name, each with the share of the weights behind it."""
-    visits: list[_Visit] = []
-    seen: set[str] = set()
+    visits: dict[str, _Visit] = {}
     roots: list[Tensor] = []
+    first_use: dict[Tensor, int] = {}
 
     def visit(name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if name in seen or not torch.is_grad_enabled():
-            return call(*args, **kwargs)
-        seen.add(name)
         start, value = _node_count(), keep((args, kwargs))
+        if in_backward():  # checkpointing: what lies inside is no cut
+            if name in visits and not same_tensors(visits[name].input.value, value.value):
+                del visits[name]
+            return call(*args, **kwargs)
         output = call(*args, **kwargs)
-        visits.append(_Visit(name, start, _node_count(), value))
+        if not torch.is_grad_enabled():  # its parameters will not be found in the graph
+            first_use.update({p: start - 1 for p in model.get_submodule(name).parameters() if p.requires_grad})
+        else:
+            visits.setdefault(name, _Visit(name, start, _node_count(), value))
         if not name:
             roots.extend(tensors_in(output))
         return output
@@ -111,7 +115,6 @@ def _places(model: nn.Module, run: Callable[[], Any]) -> dict[str, float]:
         for target, _ in node.next_functions
         if target is not None
     ]
-    first_use: dict[Tensor, int] = {}
     for number, _, target in edges:
         leaf = leaf_of(target)
         if leaf is not None:
@@ -126,7 +129,7 @@ def _places(model: nn.Module, run: Callable[[], Any]) -> dict[str, float]:
 
     total = sum(p.numel() for p in first_use)
     by_place: dict[int, str] = {}
-    for v in sorted(visits, key=lambda v: (v.start, -v.end)):  # of modules with the same input, the outermost first
+    for v in sorted(visits.values(), key=lambda v: (v.start, -v.end, v.name.count("."))):  # the outermost first
         if v.name and is_cut(v):
             by_place.setdefault(v.start, v.name)
     by_weights = {

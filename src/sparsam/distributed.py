@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from sparsam.masks.selection import Selection, expand, flatten, unflatten
+
+T = TypeVar("T")
 
 
 def of_rank_zero(selection: Sequence[Tensor | bool], params: Sequence[Tensor]) -> Selection:
@@ -24,10 +27,10 @@ def of_rank_zero(selection: Sequence[Tensor | bool], params: Sequence[Tensor]) -
     return list(unflatten(flat.view(torch.bool), params))
 
 
-def text_of_rank_zero(text: str) -> str:
-    """Return the text of the process group's first rank, on every rank."""
+def value_of_rank_zero(value: T) -> T:
+    """Return a plain value of the process group's first rank, on every rank."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return text
-    box = [text]
+        return value
+    box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]

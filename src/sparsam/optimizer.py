@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from typing import Any, Self, overload
 
@@ -218,45 +218,24 @@ class SAM(Optimizer):
         self._refuse_while_perturbed("step(closure)")
         with torch.enable_grad():
             loss = self._first_pass(closure)
-            with self.perturbed(), self._behind.second_pass(self.mask.kind(self.steps), self._perturbed_parameters()):
+            with self._perturbed(guard=False), self._replayed():
                 closure()
         self._base_step()
         return loss
 
-    @torch.no_grad()
     def first_step(self, zero_grad: bool = False) -> None:
         """Go from w to w + eps, by the gradients now in `.grad`.
 
         Args:
             zero_grad: Clear the gradients afterwards.
         """
-        self._refuse_while_perturbed("first_step() or perturbed()")
-        params, rhos = self._params_and_rhos()
-        check_gradients(params)
-        kind = self.mask.kind(self.steps)
-        self._behind.find(kind, params)
-        self._update_mask(params)
-        selection = self._used_selection(kind, params)
-        if kind.rho is not None:
-            rhos = [kind.rho] * len(params)
-        used = [i for i, p in enumerate(params) if p.grad is not None]
-        self._saved = perturb(
-            [params[i] for i in used],
-            [params[i].grad for i in used],  # type: ignore[misc]
-            [selection[i] for i in used],
-            [rhos[i] for i in used],
-            adaptive=self.adaptive,
-            norm=self._behind.norm(kind, params),
-        )
-        self._phase = Phase.PERTURBED
-        try:
-            torch.clear_autocast_cache()  # a cast of w would otherwise be taken for one of w + eps
-            self._second_pass.begin()
-            if zero_grad:
+        self._ascend(guard=True)
+        if zero_grad:
+            try:
                 self.zero_grad()
-        except BaseException:
-            self.restore()
-            raise
+            except BaseException:
+                self.restore()
+                raise
 
     def second_step(self, zero_grad: bool = False) -> None:
         """Go back to w, bit for bit, and take the base step with the gradients now in `.grad`.
@@ -276,7 +255,12 @@ class SAM(Optimizer):
 
         If the block ends without an exception, `step()` without closure then takes the base step.
         """
-        self.first_step()
+        with self._perturbed(guard=True):
+            yield
+
+    @contextmanager
+    def _perturbed(self, *, guard: bool) -> Iterator[None]:
+        self._ascend(guard=guard)
         try:
             yield
         except BaseException:
@@ -329,11 +313,41 @@ class SAM(Optimizer):
             self._behind.choose(closure, self.base_optimizer, device_time=self.captured)
             with self._behind.first_pass(self.mask.kind(self.steps)) as recording:
                 loss = closure()
-            if recording is not None:
-                recording.outputs += tensors_in(loss)
+                if recording is not None:
+                    recording.outputs += tensors_in(loss)
             return loss
         finally:
             self._phase = Phase.IDLE
+
+    @torch.no_grad()
+    def _ascend(self, *, guard: bool) -> None:
+        """Go from w to w + eps. A guard is for the steps that a gradient scaler skips, not for a closure's."""
+        self._refuse_while_perturbed("first_step() or perturbed()")
+        params, rhos = self._params_and_rhos()
+        check_gradients(params)
+        kind = self.mask.kind(self.steps)
+        self._behind.find(kind, params)
+        self._update_mask(params)
+        selection = self._used_selection(kind, params)
+        if kind.rho is not None:
+            rhos = [kind.rho] * len(params)
+        used = [i for i, p in enumerate(params) if p.grad is not None]
+        self._saved = perturb(
+            [params[i] for i in used],
+            [params[i].grad for i in used],  # type: ignore[misc]
+            [selection[i] for i in used],
+            [rhos[i] for i in used],
+            adaptive=self.adaptive,
+            norm=self._behind.norm(kind, params),
+            guard=guard,
+        )
+        self._phase = Phase.PERTURBED
+        try:
+            torch.clear_autocast_cache()  # a cast of w would otherwise be taken for one of w + eps
+            self._second_pass.begin(spare=self._behind.modules_before(kind))
+        except BaseException:
+            self.restore()
+            raise
 
     def _leave(self, phase: Phase) -> None:
         """Go back from w + eps to w, if that is where the weights are."""
@@ -384,8 +398,10 @@ class SAM(Optimizer):
         behind = self._behind.lies_behind(kind.cut, params)
         return [m if b else False for m, b in zip(self._selection, behind, strict=True)]
 
-    def _perturbed_parameters(self) -> list[Tensor]:
-        return [p for saved in self._saved for p in saved.tensors]
+    def _replayed(self) -> AbstractContextManager[None]:
+        """Let the second pass leave out what its first need not do again."""
+        perturbed = [p for saved in self._saved for p in saved.tensors]
+        return self._behind.second_pass(self.mask.kind(self.steps), perturbed, self._second_pass.spare_nothing)
 
     def _settled_selection(self) -> Selection | None:
         """Return the mask of the latest step that was taken: a step that is tried again updates the same mask again."""

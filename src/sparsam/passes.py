@@ -29,8 +29,9 @@ class SecondPass:
 
     def __init__(self, model: nn.Module | None) -> None:
         self.model = model
-        self._statistics: SavedBuffers | None = None
+        self._statistics: list[SavedBuffers] = []
         self._tracking: list[_BatchNorm] = []
+        self._spared: Collection[nn.Module] = ()
         self._after_first: RandomState = {}
         self._warned = False
         self.mark()
@@ -39,15 +40,28 @@ class SecondPass:
         """Note that the first pass starts here."""
         self._before_first = self._random_state()
 
-    def begin(self) -> None:
-        """Start the second pass: random numbers from where the first pass started."""
+    def begin(self, spare: Collection[nn.Module] = ()) -> None:
+        """Start the second pass: random numbers from where the first pass started.
+
+        Args:
+            spare: Modules that this pass is not going to call, so that there is nothing to keep of them.
+        """
+        self._spared = spare
         if self.model is not None:
-            self._tracking = [module for module in self.model.modules() if _tracks(module)]
-            self._statistics = SavedBuffers(self.model, STATISTICS, elsewhere=self._tracking)
-            for module in self._tracking:
-                module.track_running_stats = False  # cheaper than to save the statistics and put them back
+            self._keep([module for module in self.model.modules() if module not in spare])
         self._after_first = self._random_state()
         set_random_state(self._before_first)
+
+    def spare_nothing(self) -> None:
+        """Keep the statistics of the spared modules too: they are going to be called after all."""
+        self._keep(list(self._spared))
+
+    def _keep(self, modules: list[nn.Module]) -> None:
+        tracking = [module for module in modules if _tracks(module)]
+        self._tracking += tracking
+        self._statistics.append(SavedBuffers([m for m in modules if m not in set(tracking)], STATISTICS))
+        for module in tracking:
+            module.track_running_stats = False  # cheaper than to save the statistics and put them back
 
     def end(self, *, complete: bool) -> None:
         """End the second pass, or give it up: statistics and random numbers as the first pass left them.
@@ -55,11 +69,11 @@ class SecondPass:
         A complete pass that drew another amount of random numbers than the first gives a warning, once.
         """
         now, before, after = self._random_state(), self._before_first, self._after_first
-        if self._statistics is not None:
-            self._statistics.restore()
+        for statistics in self._statistics:
+            statistics.restore()
         for module in self._tracking:
             module.track_running_stats = True
-        self._statistics, self._tracking = None, []
+        self._statistics, self._tracking, self._spared = [], [], ()
         set_random_state(after)
         self.mark()
         differs = any(
@@ -82,17 +96,15 @@ class SecondPass:
 
 
 class SavedBuffers:
-    """The buffers of a model, to be put back bit for bit, also where a module has replaced one.
+    """The buffers of modules, to be put back bit for bit, also where a module has replaced one.
 
     Args:
-        model: The model.
+        modules: The modules.
         names: Only buffers with these names.
-        elsewhere: Only buffers of other modules than these.
     """
 
-    def __init__(self, model: nn.Module, names: Collection[str], elsewhere: Iterable[nn.Module] = ()) -> None:
-        without = set(elsewhere)
-        self._places = [(m, name, buffer) for m, name, buffer in _places(model) if name in names and m not in without]
+    def __init__(self, modules: Iterable[nn.Module], names: Collection[str]) -> None:
+        self._places = [place for place in _places(modules) if place[1] in names]
         self._saved = save(buffer for _, _, buffer in self._places)
 
     def restore(self) -> None:
@@ -108,7 +120,7 @@ def no_trace(model: nn.Module) -> Iterator[None]:
 
     The block works on copies of the buffers: a graph that has kept one of them does not find it changed.
     """
-    places = _places(model)
+    places = _places(model.modules())
     copies = {buffer: buffer.clone() for _, _, buffer in places}
     with random_numbers_apart({p.device for p in model.parameters()}):
         try:
@@ -130,10 +142,7 @@ def _tracks(module: nn.Module) -> TypeGuard[_BatchNorm]:
     )
 
 
-def _places(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+def _places(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Tensor]]:
     return [
-        (module, name, buffer)
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
+        (module, name, buffer) for module in modules for name, buffer in module._buffers.items() if buffer is not None
     ]

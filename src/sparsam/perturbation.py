@@ -37,22 +37,30 @@ def perturb(
     *,
     adaptive: bool = False,
     norm: Tensor | None = None,
+    guard: bool = True,
 ) -> list[Saved]:
     """Add eps to the weights in place; return what :func:`restore` needs to take it back.
 
     Only tensors of which something is perturbed are saved. A gradient whose norm is zero or not finite
-    gives no perturbation. The norm is that of all the gradients, unless another one is given.
+    gives no perturbation.
+
+    Args:
+        params, grads, selection, rhos: One of each for every tensor.
+        adaptive: The perturbation of ASAM.
+        norm: To divide by; default: that of all the gradients.
+        guard: Make sure that a weight whose gradient is not finite stays as it is. That takes two more passes over the
+            weights, which whoever knows that such a step is lost anyhow can save.
     """
     if norm is None:
         norm = gradient_norm(params, grads, adaptive=adaptive)
-    chosen = [i for i, m in enumerate(selection) if m is not False]
+    chosen = [i for i, m in enumerate(selection) if m is not False and (isinstance(rhos[i], Tensor) or rhos[i])]
     saved: list[Saved] = []
     try:
         for indices in _buckets((id(rhos[i]), params[i], i) for i in chosen):
             w = [params[i] for i in indices]
             g = [grads[i] for i in indices]
             m = [selection[i] for i in indices]
-            eps = _perturbation(w, g, m, rhos[indices[0]], norm, adaptive)
+            eps = _perturbation(w, g, m, rhos[indices[0]], norm, adaptive, guard)
             saved.append(_save_bucket(w))
             torch._foreach_add_(w, eps)
     except BaseException:  # out of memory, say: all or nothing
@@ -100,13 +108,17 @@ def _perturbation(
     rho: float | Tensor,
     norm: Tensor,
     adaptive: bool,
+    guard: bool,
 ) -> list[Tensor]:
     """Return eps for the tensors of one bucket."""
-    flat, eps = _flat_copies(g, _accumulation_dtype(w[0]), like=w)
+    dtype = _accumulation_dtype(w[0])
+    scale = (rho / norm).to(w[0].device)
+    leave = ~((scale > 0) & (scale < torch.inf))  # true for a norm of 0, inf or NaN, and for rho = 0
+    if not guard and not adaptive and all(mask is True for mask in m) and {t.dtype for t in (*w, *g)} == {dtype}:
+        return list(torch._foreach_mul(g, scale.masked_fill(leave, 0.0)))
+    flat, eps = _flat_copies(g, dtype, like=w)
     if adaptive:
         flat.mul_(_flat_copies(w, flat.dtype)[0].square_())
-    scale = (rho / norm).to(flat.device)
-    leave = ~((scale > 0) & (scale < torch.inf))  # true for a norm of 0, inf or NaN, and for rho = 0
     flat.mul_(scale)
     # Selected, not multiplied by zero: 0 * inf is NaN. And w + (-0.0) is w bit for bit, also for w = -0.0.
     keep = _flat_mask(m, w, flat)

@@ -1,19 +1,19 @@
-"""What calls of modules go through in the two passes of a replayed step: recording, and reuse."""
+"""What calls of modules go through in the first pass of a replayed step: everything runs, and is recorded."""
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.utils._pytree import tree_map_only
 
-from sparsam.autograd_graph import tensors_in
+from sparsam.autograd_graph import leaf_of, node_of, tensors_in
 from sparsam.interception import Call
-from sparsam.randomness import RandomState, random_state, set_random_state
+from sparsam.randomness import RandomState, random_state
 
 
 class Kept(NamedTuple):
@@ -39,6 +39,14 @@ class PastCall(NamedTuple):
     name: str
     output: Kept
     random: RandomState
+    differentiable: bool  # whether gradients were on, so that its parameters are in the graph
+
+
+class Before(NamedTuple):
+    """What lies before a cut, on one way to it."""
+
+    parameters: frozenset[Tensor]
+    trained_behind: bool  # whether any other parameter of the model is trained
 
 
 @dataclass
@@ -47,13 +55,16 @@ class Recording:
 
     cut: str
     devices: frozenset[torch.device]
-    whole_gradient: bool
+    open: bool  # whether the gradient goes past the cut: the second pass cannot start there
+    obstacle: str = ""  # why it is open, or why the second pass cannot start at the cut
     arguments: Kept | None = None  # of the outermost call: the batch
     forwards: int = 0
     calls: list[PastCall] = field(default_factory=list)
+    behind: set[str] = field(default_factory=set)  # modules beside the cut that were called after it
     input: Kept | None = None  # args and kwargs of the module at the cut
+    before: Before | None = None
     random: RandomState = field(default_factory=dict)  # at the cut
-    differentiable: bool = True  # whether gradients were on at the cut
+    crossed: list[bool] = field(default_factory=list)  # not empty if a gradient arrived before the cut
     outputs: list[Tensor] = field(default_factory=list)  # of the model and of the closure
 
     @property
@@ -61,137 +72,131 @@ class Recording:
         """The cut and the modules that were called before it."""
         return (self.cut, *(call.name for call in self.calls))
 
+    def stay_open(self, obstacle: str) -> None:
+        """Let the gradient go past the cut, and say why."""
+        self.open, self.obstacle = True, self.obstacle or obstacle
+
 
 class Recorder:
-    """The first pass: everything runs; what is called before the cut is noted, and the cut's input detached."""
+    """The first pass: notes what is called before the cut, and detaches the cut's input.
 
-    def __init__(self, recording: Recording) -> None:
-        self.recording = recording
+    Args:
+        recording: Where to.
+        look: Tells what lies before the cut that was just reached.
+        needs_gradient: Tells whether what lies behind a cut must see an input that requires a gradient.
+    """
+
+    def __init__(
+        self, recording: Recording, look: Callable[[Recording], Before], needs_gradient: Callable[[Recording], bool]
+    ) -> None:
+        self.recording, self.look, self.needs_gradient = recording, look, needs_gradient
+        self._detach: Callable[[Tensor], Tensor] = Tensor.detach
+        self._watched: set[Node] = set()
 
     def model(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the whole model."""
-        recording = self.recording
-        recording.forwards += 1
+        self.recording.forwards += 1
         self._enter(args, kwargs)
         output = call(*args, **kwargs)
-        recording.outputs += tensors_in(output)
+        self.recording.outputs += tensors_in(output)
         return output
 
     def before(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module that may lie before the cut."""
         recording = self.recording
         if recording.input is not None:
+            recording.behind.add(name)
             return call(*args, **kwargs)
         self._enter(args, kwargs)
         output = call(*args, **kwargs)
         if recording.input is None:  # a module that holds the cut in a second place is not before it
-            recording.calls.append(PastCall(name, keep(output), random_state(recording.devices)))
+            self._watch(tensors_in(output))
+            random, differentiable = random_state(recording.devices), torch.is_grad_enabled()
+            recording.calls.append(PastCall(name, keep(output), random, differentiable))
         return output
 
     def at_cut(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module at the cut."""
-        recording, first = self.recording, self.recording.input is None
+        recording, again = self.recording, in_backward()
         self._enter(args, kwargs)
         if recording.input is None:
             recording.input, recording.random = keep((args, kwargs)), random_state(recording.devices)
-            recording.differentiable = torch.is_grad_enabled()
-        # A second call with the same input is checkpointing, which must see what the first call saw.
-        again = first or _same(recording.input.value, (args, kwargs))
-        if again and recording.differentiable and not recording.whole_gradient:
-            args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+            self._reach()
+        elif not same_tensors(recording.input.value, (args, kwargs)):
+            if not again:
+                return call(*args, **kwargs)  # the module's second turn
+            recording.stay_open(f"{recording.cut!r} lies inside a part that is checkpointed; cut at that part's input")
+            args, kwargs = tree_map_only(Tensor, self._detach, (args, kwargs))  # as when it was called first
+        if not recording.open:
+            args, kwargs = tree_map_only(Tensor, self._detach, (args, kwargs))
         return call(*args, **kwargs)
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the batch."""
         if self.recording.arguments is None:
             self.recording.arguments = keep((args, kwargs))
+            if any(t.requires_grad and t.is_leaf for t in tensors_in(args, kwargs)):
+                self.recording.stay_open("the batch requires a gradient, which has to go all the way")
 
-
-class Reuse:
-    """The second pass: hands out what was recorded, as long as it goes the way of the first."""
-
-    def __init__(self, recording: Recording, equal_copies: bool) -> None:
-        self.recording = recording
-        self.equal_copies = equal_copies
-        self.another_batch = False
-        self.stopped: str | None = None  # why the rest is computed in full
-        self._entered = False
-        self._next = 0  # of the recorded calls
-        self._given: Any = None  # what the module at the cut was called with
-        self._blanks: list[weakref.ref[Tensor]] = []
-
-    def model(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the whole model."""
-        self._enter(args, kwargs)
-        return call(*args, **kwargs)
-
-    def before(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a module that may lie before the cut."""
-        self._enter(args, kwargs)
-        if self._given is None and not self.stopped:
-            past = self.recording.calls[self._next] if self._next < len(self.recording.calls) else None
-            if past is not None and past.name == name:
-                self._next += 1
-                set_random_state(past.random)
-                return past.output.value if past.output.unchanged else self._blank(past.output.value)
-            self._stop(f"it calls {name!r} where the first pass did not")
-        return call(*args, **kwargs)
-
-    def at_cut(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the module at the cut."""
-        self._enter(args, kwargs)
-        if self._given is None and not self.stopped:
-            if self._next < len(self.recording.calls):
-                self._stop(f"it does not call {self.recording.calls[self._next].name!r} where the first pass did")
-            else:
-                self._given = (args, kwargs)
-                set_random_state(self.recording.random)
-        if self._given is not None and _same((args, kwargs), self._given):
-            assert self.recording.input is not None
-            args, kwargs = self.recording.input.value
-        return call(*args, **kwargs)
-
-    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare the batch with that of the first pass, once."""
-        if self._entered:
+    def _reach(self) -> None:
+        recording = self.recording
+        assert recording.input is not None
+        inputs = tensors_in(recording.input.value)
+        if not inputs:
+            recording.stay_open(f"the input of {recording.cut!r} holds no tensor that can be found")
             return
-        self._entered = True
-        kept = self.recording.arguments
-        assert kept is not None
-        pairs = list(zip_longest(tensors_in(args, kwargs), tensors_in(kept.value)))
-        if kept.unchanged and all(a is b for a, b in pairs):
-            return
-        if kept.unchanged and all(_alike(a, b) for a, b in pairs):
-            # Made anew in each call: whether with the same values is looked at once, because that takes waiting.
-            self.equal_copies = self.equal_copies or all(torch.equal(a, b) for a, b in pairs)
-            if self.equal_copies:
-                return
-        self.another_batch = True
-        self._stop("the closure gave the model another batch in its second call")
-
-    def _blank(self, value: Any) -> Any:
-        blank = tree_map_only(Tensor, _not_a_number, value)
-        self._blanks += [weakref.ref(t) for t in tensors_in(blank)]
-        return blank
-
-    def _stop(self, reason: str) -> None:
-        """Compute the rest in full; what was handed out so far is what the second pass would have computed."""
-        if any(blank() is not None for blank in self._blanks):
-            raise RuntimeError(
-                f"the second pass cannot be completed: {reason}, right after a tensor that the first pass had changed "
-                f"in place. Use a mask without a cut, or avoid the in-place operation"
+        recording.before = self.look(recording)
+        if not torch.is_grad_enabled():
+            recording.stay_open(
+                f"gradients were off where {recording.cut!r} was called (checkpointing? pass use_reentrant=False)"
             )
-        self.stopped = reason
+        if not recording.before.trained_behind:
+            recording.stay_open(f"nothing behind {recording.cut!r} is trained")
+        if self.needs_gradient(recording):
+            self._detach = end_of_gradient
+        self._watch(inputs, deep=True)
+
+    def _watch(self, tensors: list[Tensor], *, deep: bool = False) -> None:
+        """Notice gradients that arrive before the cut; deep: also at what code between the modules has made."""
+        if self.recording.open:
+            return
+        crossed = self.recording.crossed  # not the recording: a node that held it would never be freed
+        todo = [node_of(t) for t in tensors]
+        while todo:
+            node = todo.pop()
+            if node is None or node in self._watched or leaf_of(node) is not None:
+                continue
+            self._watched.add(node)
+            node.register_prehook(lambda _: crossed.append(True))
+            if deep:
+                todo += [target for target, _ in node.next_functions]
 
 
-def _not_a_number(t: Tensor) -> Tensor:
-    return torch.full_like(t, torch.nan if t.is_floating_point() else 0, requires_grad=False)
+class EndOfGradient(torch.autograd.Function):
+    """Passes a tensor on, and no gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor) -> Tensor:
+        """Return the values."""
+        return t.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        """Return nothing."""
 
 
-def _alike(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is not None and b is not None and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+def end_of_gradient(t: Tensor) -> Tensor:
+    """Detach a tensor, but let what is computed of it see an input that requires a gradient."""
+    detached = t.detach()
+    return EndOfGradient.apply(detached.requires_grad_()) if t.requires_grad else detached  # type: ignore[no-untyped-call]
 
 
-def _same(one: Any, other: Any) -> bool:
+def in_backward() -> bool:
+    """Tell whether autograd is at work: a module that is called then is computed again, by checkpointing."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def same_tensors(one: Any, other: Any) -> bool:
     """Tell whether two values hold the same tensors, by where they lie."""
     a, b = tensors_in(one), tensors_in(other)
     return len(a) == len(b) and all(

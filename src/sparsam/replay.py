@@ -26,17 +26,22 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsam.autograd_graph import leaf_of, nodes_behind, tensors_in
 from sparsam.interception import intercepted, is_compiled
-from sparsam.recording import Recorder, Recording, Reuse
+from sparsam.recording import Before, EndOfGradient, Recorder, Recording
+from sparsam.reuse import Reuse
+
+WAYS = 64  # to remember; a model with random depth has more
 
 
 class Replay:
@@ -49,15 +54,16 @@ class Replay:
     def __init__(self, model: nn.Module) -> None:
         self.wrapper, self.model = model, bare(model)
         self.recording: Recording | None = None
-        self._seen: dict[tuple[str, ...], _Before] = {}  # by path
+        self._ways: dict[tuple[str, ...], _Way] = {}  # by path
         self._places: dict[str, _Places] = {}  # by cut
+        self._ahead: list[tuple[str, nn.Module]] = []  # modules before the cut, from the next step on
         self._equal_copies = False  # whether the closure makes its batch anew in each call, with the same values
         self._off: str | None = None  # why replay is not even tried
         self._warned = False
 
     def __getstate__(self) -> dict[str, Any]:
         # Identities of parameters and whatever a step left do not travel.
-        return {**self.__dict__, "recording": None, "_seen": {}, "_places": {}}
+        return {**self.__dict__, "recording": None, "_ways": {}, "_places": {}, "_ahead": []}
 
     # ------------------------------------------------------------------------------------------ first pass
 
@@ -69,49 +75,89 @@ class Replay:
             cut: The name of the module whose input is the cut.
             whole_gradient: Let the gradient pass the cut: the second pass will have to be run in full.
         """
-        recording = Recording(cut, frozenset(p.device for p in self.model.parameters()), whole_gradient)
-        self.recording = recording
-        recorder = Recorder(recording)
+        if self._ahead and cut in self._places:
+            self._places[cut] = self._places[cut]._replace(before=self._ahead)
+        self._ahead = []
+        recording = Recording(cut, frozenset(p.device for p in self.model.parameters()), open=whole_gradient)
+        recorder = Recorder(recording, self._look, self._needs_gradient)
         sync = self.wrapper.no_sync() if isinstance(self.wrapper, DistributedDataParallel) else nullcontext()
         with sync, self._intercepted(cut, recorder):
             yield recording
+        self.recording = recording
+        self._learn(recording)
 
     def parameters_before(self) -> frozenset[Tensor] | None:
-        """Return the parameters that the cut's input depends on; None if the first pass did not come to the cut."""
-        before = self._before()
+        """Return the parameters that lie before the cut; None if the first pass was not seen to come to it."""
+        before = self.recording.before if self.recording else None
         return None if before is None else before.parameters
 
-    def _before(self) -> _Before | None:
+    def modules_before(self) -> set[nn.Module]:
+        """Return the modules that a second pass from the cut does not call."""
         recording = self.recording
-        if recording is None or recording.input is None:
-            return None
-        if recording.path in self._seen:
-            return self._seen[recording.path]
-        nodes = nodes_behind(tensors_in(recording.input.value))
-        parameters = frozenset(p for p in map(leaf_of, nodes) if p is not None)
-        if recording.whole_gradient:  # with the cut open, everything touches
-            return _Before(parameters, crossed=True)
-        crossed = any(leaf_of(node) is None for node in nodes & nodes_behind(recording.outputs))
-        return self._seen.setdefault(recording.path, _Before(parameters, crossed))
+        if recording is None or recording.open:
+            return set()
+        past = {call.name for call in recording.calls} - recording.behind
+        return {module for name in past for module in self.model.get_submodule(name).modules()}
+
+    def _look(self, recording: Recording) -> Before:
+        """Find out what lies before the cut that was just reached."""
+        if recording.path in self._ways:
+            return self._ways[recording.path].before
+        assert recording.input is not None
+        parameters = {leaf_of(node) for node in nodes_behind(tensors_in(recording.input.value))}
+        for call in recording.calls:  # of these nothing is in the graph, but it may be some day
+            inside = self.model.get_submodule(call.name).parameters()
+            parameters |= {p for p in inside if not p.requires_grad or not call.differentiable}
+        before = frozenset(p for p in parameters if p is not None)
+        return Before(before, any(p.requires_grad and p not in before for p in self.model.parameters()))
+
+    def _needs_gradient(self, recording: Recording) -> bool:
+        """Tell whether the detached input must still require a gradient: reentrant checkpointing asks for it.
+
+        It costs the gradient of that input, so it is done once on every way, to see what lies behind.
+        """
+        return recording.path not in self._ways or self._ways[recording.path].custom
+
+    def _learn(self, recording: Recording) -> None:
+        """Keep what the first pass on a new way showed."""
+        if recording.before is None or recording.open or recording.path in self._ways:
+            return
+        if len(self._ways) >= WAYS:
+            self._ways.clear()
+        behind = nodes_behind(recording.outputs)
+        own = EndOfGradient.__name__
+        custom = any(isinstance(node, BackwardCFunction) and not node.name().startswith(own) for node in behind)
+        self._ways[recording.path] = _Way(recording.before, custom or not behind)
+        called = {call.name for call in recording.calls} | recording.behind
+        self._ahead = []
+        for name, module in self._places[recording.cut].before:
+            if name in called or recording.before.parameters.isdisjoint(module.parameters()):
+                self._ahead.append((name, module))
+            else:  # it lies before the cut and is not called: its parts are
+                self._ahead += [(f"{name}.{child}", part) for child, part in module.named_children()]
 
     # ----------------------------------------------------------------------------------------- second pass
 
     @contextmanager
-    def second_pass(self, perturbed: Iterable[Tensor]) -> Iterator[None]:
+    def second_pass(self, perturbed: Iterable[Tensor], in_full: Callable[[], None]) -> Iterator[None]:
         """Let the block's forward pass start at the cut, as far as that gives what the whole pass would.
 
         Args:
             perturbed: The parameters that have changed since the first pass.
+            in_full: Called before what lies before the cut is computed again, if it must be.
         """
-        recording = self.recording
-        reason = self._off or self._obstacle(perturbed)
-        self.recording = None
-        if recording is None or reason is not None:
+        recording, self.recording = self.recording, None
+        if recording is None:
+            yield
+            return
+        reason = self._off or self._obstacle(recording, perturbed)
+        if reason or recording.open:
             del recording  # and the graph that it holds
+            in_full()
             self._warn(reason)
             yield
             return
-        reuse = Reuse(recording, self._equal_copies)
+        reuse = Reuse(recording, in_full, self._equal_copies)
         with self._intercepted(recording.cut, reuse):
             yield
         self._equal_copies = reuse.equal_copies
@@ -119,28 +165,30 @@ class Replay:
             self._off = reuse.stopped
         self._warn(reuse.stopped)
 
-    def _obstacle(self, perturbed: Iterable[Tensor]) -> str | None:
-        """Say why the second pass cannot start at the cut; "" if that is as it should be."""
-        recording, before = self.recording, self._before()
-        if recording is None or recording.whole_gradient:
-            return ""
+    def _obstacle(self, recording: Recording, perturbed: Iterable[Tensor]) -> str:
+        """Say why the second pass cannot start at the cut."""
         cut = recording.cut
-        if recording.input is None or before is None:
+        if recording.obstacle or recording.open:
+            return recording.obstacle
+        if recording.input is None or recording.before is None:
             return (
                 f"the first pass did not call {cut!r} where it can be seen (is the model compiled as a whole? compile "
                 f"its blocks instead)"
             )
         if recording.forwards > 1:
             return f"the closure ran the model {recording.forwards} times; give it one batch a step"
-        if not recording.differentiable:
-            return f"gradients were off where {cut!r} was called (checkpointing? pass use_reentrant=False)"
         if not recording.input.unchanged:
             return f"the input of {cut!r} is changed in place behind the cut"
-        if before.crossed:
+        for past, following in zip_longest(recording.calls, recording.calls[1:]):
+            if past.output.unchanged or (following is not None and following.output.value is past.output.value):
+                continue
+            if not all(t.requires_grad for t in tensors_in(past.output.value)):
+                return f"the output of {past.name!r}, which has no gradient, is changed in place after it"
+        if recording.crossed:
             return f"what is computed before {cut!r} is used behind it by another way than its input"
-        if not before.parameters.isdisjoint(perturbed):
+        if not recording.before.parameters.isdisjoint(perturbed):
             return f"the first pass took another way to {cut!r}, and a perturbed weight lies on it"
-        return None
+        return ""
 
     # --------------------------------------------------------------------------------------------- helpers
 
@@ -172,11 +220,11 @@ class Replay:
         self._warn("only step(closure) can start it at the cut, first_step() and perturbed() cannot")
 
 
-class _Before(NamedTuple):
-    """What lies before a cut."""
+class _Way(NamedTuple):
+    """What is known of one way to a cut."""
 
-    parameters: frozenset[Tensor]
-    crossed: bool  # whether the rest of the graph touches it elsewhere than at the cut
+    before: Before
+    custom: bool  # whether the graph behind the cut holds functions that torch does not know
 
 
 # ------------------------------------------------------------------------------------------------------ modules
@@ -194,7 +242,7 @@ def get_module(model: nn.Module, name: str) -> nn.Module:
     """Return a module by its dotted name; an unknown name gives an error with the closest ones."""
     modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     if name not in modules:
-        close = difflib.get_close_matches(name, modules, 3) or [n for n in modules if n][:8]
+        close = difflib.get_close_matches(str(name), modules, 3) or [n for n in modules if n][:8]
         raise ValueError(f"cut must be the name of a module, such as {', '.join(map(repr, close))}, but is {name!r}")
     return modules[name]
 

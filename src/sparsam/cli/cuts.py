@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from sparsam.behind import cut_costs
+from sparsam.costs import cut_costs
 from sparsam.cuts import PASSES, WARM_UP, Cut
 from sparsam.masks.budget import choose_cut
 from sparsam.training import Recipe, load_recipe, recipe_from

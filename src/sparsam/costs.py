@@ -1,0 +1,102 @@
+"""What a step costs from each cut of a model, in steps of the base optimizer alone."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sparsam.cuts import Cut, find_cuts
+from sparsam.passes import no_trace
+from sparsam.perturbation import perturb, restore
+from sparsam.replay import Replay
+from sparsam.timing import Clock
+
+CLOSE = 1.05  # an estimate this near to a limit is replaced by a measurement
+
+
+def cut_costs(
+    model: nn.Module,
+    closure: Callable[[], Any],
+    base: Optimizer,
+    *,
+    device_time: bool = False,
+    limit: float | None = None,
+) -> dict[Cut, float]:
+    r"""Measure what a step costs from each cut, in base steps; earliest cut first.
+
+    With the share f of a pass that lies behind the cut, the share of the weights that does, and the time of
+    perturbing all weights and of the base optimizer's own step in passes, p and b:
+
+    .. math::  1 + \frac{f + \text{weights} \cdot p}{1 + b}
+
+    That is a little too much, because the first pass of a real step stops right before the cut. So where it is a
+    little above the limit, the two passes of a real step are timed.
+
+    Args:
+        model: The network.
+        closure: One pass, as for an optimizer; it is called several times.
+        base: The base optimizer. Its step is timed on a copy.
+        device_time: See :func:`sparsam.find_cuts`.
+        limit: What a step may cost.
+    """
+    cuts = find_cuts(model, closure, device_time=device_time)
+    if not cuts:
+        return {}
+    params = [p for group in base.param_groups for p in group["params"]]
+    clock = Clock(params[0].device, device_time)
+    with no_trace(model), torch.enable_grad():
+        for _ in range(2):  # the first warms up
+            one_pass = clock.time(closure)
+            stepping, perturbing = clock.time(_stepping(base)), clock.time(_perturbing(params))
+        costs = {}
+        for cut in cuts:
+            rest = cut.weights * perturbing
+            costs[cut] = 1 + ((cut.step or 0.0) * one_pass + rest) / (one_pass + stepping)
+            if limit is not None and limit < costs[cut] <= CLOSE * limit:
+                work = _two_passes(model, cut.name, closure)
+                work()
+                two_passes = statistics.median(clock.time(work) for _ in range(3))
+                costs[cut] = (two_passes + rest + stepping) / (one_pass + stepping)
+    return costs
+
+
+def _perturbing(params: Sequence[Tensor]) -> Callable[[], None]:
+    used = [p for p in params if p.grad is not None]
+    grads, rhos = [p.grad for p in used], [torch.zeros((), device=p.device) for p in used[:1]] * len(used)
+
+    @torch.no_grad()
+    def work() -> None:
+        if used:
+            restore(perturb(used, grads, [True] * len(used), rhos, guard=False))  # type: ignore[arg-type]
+
+    return work
+
+
+def _stepping(base: Optimizer) -> Callable[[], object]:
+    """Return the step of a copy of an optimizer; where it cannot be copied, a step that takes no time."""
+    try:
+        twin = copy.deepcopy(base)
+        for group, other in zip(base.param_groups, twin.param_groups, strict=True):
+            for p, q in zip(group["params"], other["params"], strict=True):
+                q.grad = p.grad
+        return twin.step
+    except Exception:  # a base of one's own that no copy works for, or too little memory
+        return lambda: None
+
+
+def _two_passes(model: nn.Module, cut: str, closure: Callable[[], Any]) -> Callable[[], None]:
+    replay = Replay(model)
+
+    def work() -> None:
+        with replay.first_pass(cut):
+            closure()
+        with replay.second_pass((), in_full=lambda: None):
+            closure()
+
+    return work
