@@ -35,7 +35,7 @@ def sparsam(*arguments, code=0, cwd=ROOT, width=120):
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    """SGD, SAM, SSAM-F and SSAM-D on the digits, two seeds each."""
+    """SGD, SAM, SSAM-F, SSAM-D and SSAM-C on the digits, two seeds each."""
     output = tmp_path_factory.mktemp("compare")
     recipes = [f"recipes/digits-{method}.toml" for method in ("sgd", "sam", "ssam-f", "ssam-d")]
     done = sparsam("compare", *recipes, "--seeds", 2, "--output", output, *QUICK)

@@ -227,7 +227,7 @@ def test_fp16_with_grad_scaler_overflows_and_recovers():
         assert F.cross_entropy(t.model(t.x), t.y) < 1.0
 
 
-@pytest.mark.parametrize("method", ["sgd", "sam", "ssam-f", "ssam-d"])
+@pytest.mark.parametrize("method", ["sgd", "sam", "ssam-f", "ssam-d", "ssam-c"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_training_in_a_graph_has_the_same_numbers_as_eager(tmp_path, method, precision):
     from sparsam.training import load_recipe, train
@@ -235,6 +235,7 @@ def test_training_in_a_graph_has_the_same_numbers_as_eager(tmp_path, method, pre
     metrics = []
     for graph in (True, False):
         settings = [f"train.cuda_graph={str(graph).lower()}", f"train.precision={precision}", "train.epochs=3"]
+        settings += ["mask.cut=layer2", "mask.full=0.25"] if method == "ssam-c" else []
         recipe = load_recipe(Path(__file__).parents[1] / f"recipes/digits-{method}.toml", settings)
         train(recipe, tmp_path / str(graph), device=torch.device("cuda"))
         metrics.append(RunDirectory(tmp_path / str(graph)).metrics())

@@ -20,18 +20,23 @@ from cases import same
 from sparsam.training import Trainer, load_recipe, resume, train
 from sparsam.training.build import build_loader, build_network
 from sparsam.training.checkpoint import CheckpointError, load_checkpoint
+from sparsam.training.comparison import compare_recipes
+from sparsam.training.progress import Progress
 from sparsam.training.recipe import RecipeError
 from sparsam.training.rundir import RunDirectory
+from sparsam.training.trainer import Interrupted
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
-METHODS = ["sgd", "sam", "ssam-f", "ssam-d"]
+METHODS = ["sgd", "sam", "ssam-f", "ssam-d", "ssam-c"]
+NAMED = {"ssam-c": ["mask.cut=layer3", "mask.full=0.25"]}  # a cut that is measured depends on a clock
 TIMES = {"seconds", "elapsed", "step_ms"}
 
 
 def recipe(method="sam", *settings):
     return load_recipe(
-        ROOT / f"recipes/digits-{method}.toml", ["train.epochs=2", "train.deterministic=true", *settings]
+        ROOT / f"recipes/digits-{method}.toml",
+        ["train.epochs=2", "train.deterministic=true", *NAMED.get(method, []), *settings],
     )
 
 
@@ -196,12 +201,15 @@ def test_seeds_matter_and_repeat(tmp_path):
     assert not same(results["a"], results["c"])
 
 
+FIXED = ("train.epochs=3", "train.deterministic=true")
+
+
 def start(method, path, *settings, resume_run=False):
     arguments = (
         ["--resume", str(path)]
         if resume_run
         else [f"{ROOT}/recipes/digits-{method}.toml", "--output", str(path)]
-        + [part for s in ("train.epochs=3", "train.deterministic=true", *settings) for part in ("--set", s)]
+        + [part for s in (*FIXED, *NAMED.get(method, []), *settings) for part in ("--set", s)]
     )
     return subprocess.Popen(
         [sys.executable, "-m", "sparsam", "train", "--device", "cpu", *arguments],
@@ -342,3 +350,69 @@ def test_tensorboard_events(tmp_path):
     for key in ("train_loss", "test_accuracy", "perturbed"):
         assert [e.value for e in events.Scalars(key)] == pytest.approx([m[key] for m in metrics], rel=1e-6)
     assert "mask_density/layer1.0" in events.Tags()["scalars"]
+
+
+def test_runs_side_by_side_are_those_of_runs_alone(tmp_path):
+    recipes = [ROOT / "recipes/digits-sgd.toml", ROOT / "recipes/digits-sam.toml"]
+    for at_once in (1, 3):
+        overrides = ["train.epochs=2", "train.deterministic=true"]
+        compare_recipes(recipes, 2, tmp_path / str(at_once), overrides=overrides, device=CPU, at_once=at_once)
+    for path in sorted((tmp_path / "1").iterdir()):
+        alone, beside = RunDirectory(path), RunDirectory(tmp_path / "3" / path.name)
+        assert numbers(alone.metrics()) == numbers(beside.metrics())
+        assert same(final_weights(alone.path), final_weights(beside.path))
+
+
+def test_runs_side_by_side_are_all_saved_when_they_are_stopped(tmp_path):
+    recipes, overrides = [ROOT / "recipes/digits-sgd.toml"], ["train.epochs=2", "train.deterministic=true"]
+    step, steps = Trainer._step, []
+
+    def stops(self):
+        steps.append(self)
+        if len(steps) == 7:
+            signal.raise_signal(signal.SIGTERM)
+        return step(self)
+
+    options = {"overrides": overrides, "device": CPU, "at_once": 2}
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted, match="stopped in epoch 1 after batch"):
+        patch.setattr(Trainer, "_step", stops)
+        compare_recipes(recipes, 3, tmp_path / "stopped", **options)
+    paths = sorted((tmp_path / "stopped").iterdir())
+    assert len(paths) == 2  # the third was not begun
+    assert {load_checkpoint(path / "checkpoints" / "last.pt", CPU)["batch"] for path in paths} <= {3, 4}
+    compare_recipes(recipes, 3, tmp_path / "stopped", **options)
+    compare_recipes(recipes, 3, tmp_path / "whole", **options)
+    for path in sorted((tmp_path / "whole").iterdir()):
+        assert same(final_weights(path), final_weights(tmp_path / "stopped" / path.name))
+
+
+def test_without_checkpoints_only_the_last_weights_are_written(tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr("sparsam.training.trainer.save_checkpoint", lambda path, state: written.append(path.name))
+    train(recipe("sgd", "train.checkpoint_epochs=0"), tmp_path / "run", device=CPU)
+    assert written == ["last.pt"]
+
+
+def test_a_measured_cut_is_told_and_kept(tmp_path):
+    """The budget is so large that the earliest cut fits, whatever the clock says."""
+    told = []
+
+    class Telling(Progress):
+        def remark(self, text):
+            told.append(text)
+
+    r = recipe("ssam-c", "mask.cut=", "mask.full=0", "mask.budget=1000", "train.epochs=1")
+    summary = train(r, tmp_path / "run", device=CPU, progress=Telling())
+    assert summary["cut"] == "stem"
+    assert summary["perturbed"] == 1.0
+    assert set(told) == {"perturbed is what lies behind the cut before 'stem'"}
+    saved = load_checkpoint(tmp_path / "run" / "checkpoints" / "last.pt", CPU)
+    assert saved["optimizer"]["sparsam"]["behind"]["cut"] == "stem"
+
+
+def test_the_share_of_perturbed_weights_counts_full_steps(tmp_path):
+    summary = train(recipe("ssam-c", "train.epochs=1"), tmp_path / "run", device=CPU)
+    model = build_network(recipe("ssam-c"), build_loader(recipe("ssam-c"), CPU), CPU)
+    sizes = {name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()}
+    behind = (sizes["layer3"] + sizes["head"]) / sum(sizes.values())
+    assert summary["perturbed"] == pytest.approx(0.75 * behind + 0.25)
