@@ -15,8 +15,7 @@ are afterwards what they were.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch.func import functional_call, grad, vmap
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sparsam.checks import check_choice, check_whole
-from sparsam.passes import no_trace
+from sparsam.passes import looked_at
 
 METHODS = ("exact", "signs")
 SIGNS_CHUNK = 32  # larger chunks cost less and are noisier; docs/fisher.md has the figures
@@ -69,7 +68,7 @@ def diagonal_fisher(
     chunk = chunk_size or (SIGNS_CHUNK if method == "signs" else 1)
     signs = _random_signs(samples, generator) if method == "signs" else None
     total = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in params]
-    with _undisturbed(model), torch.enable_grad():
+    with looked_at(model), torch.enable_grad():
         for start in range(0, samples, chunk):
             stop = min(start + chunk, samples)
             x, y = _slice((inputs, targets), start, stop)
@@ -149,19 +148,3 @@ def _sample_count(inputs: Any, targets: Any) -> int:
             f"{', '.join(map(str, sorted(counts))) or 'none'}"
         )
     return counts.pop()
-
-
-@contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Put the model into eval mode; afterwards everything but the gradient asked for is as before."""
-    modes = [(module, module.training) for module in model.modules()]
-    with no_trace(model):
-        try:
-            model.eval()
-            for module in model.modules():
-                if isinstance(module, nn.RNNBase) and not module.dropout:
-                    module.train()  # the same function, and cuDNN refuses its backward pass in eval mode
-            yield
-        finally:
-            for module, training in modes:
-                module.training = training

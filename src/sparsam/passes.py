@@ -132,6 +132,22 @@ def no_trace(model: nn.Module) -> Iterator[None]:
                 module._buffers[name] = buffer
 
 
+@contextmanager
+def looked_at(model: nn.Module) -> Iterator[None]:
+    """Put a model into eval mode for the block, in which it may be run forward and backward; then it is as before."""
+    modes = [(module, module.training) for module in model.modules()]
+    with no_trace(model):
+        try:
+            model.eval()
+            for module in model.modules():
+                if isinstance(module, nn.RNNBase) and not module.dropout:
+                    module.train()  # the same function, and cuDNN refuses its backward pass in eval mode
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+
 def _tracks(module: nn.Module) -> TypeGuard[_BatchNorm]:
     """Tell whether a module is one of torch's own that moves running statistics unless told not to track them."""
     return (

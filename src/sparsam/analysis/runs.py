@@ -1,0 +1,44 @@
+"""The objective of a trained run: its weights, its training images without augmentation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Subset
+
+from sparsam.analysis.objective import Objective
+from sparsam.masks.selection import random_generator
+from sparsam.training.build import build_loader, build_network
+from sparsam.training.checkpoint import load_checkpoint
+from sparsam.training.rundir import RunDirectory
+
+BATCH = 1000
+
+
+def load_objective(
+    run: str | Path, *, samples: int = 10_000, best: bool = False, device: torch.device | None = None
+) -> Objective:
+    """Return the training loss of a run's weights over some of its training images.
+
+    The images are drawn without replacement from seed 0, so that runs on the same data are looked at on the same images.
+    They are not augmented, and the loss is the plain cross-entropy.
+
+    Args:
+        run: The directory of a run.
+        samples: How many images; at most all.
+        best: The best epoch's weights in place of the last.
+        device: Where to; default: the CPU.
+    """
+    directory = RunDirectory(run)
+    recipe, device = directory.recipe(), device or torch.device("cpu")
+    loader = build_loader(recipe, device)
+    model = build_network(recipe, loader, device)
+    saved = load_checkpoint(directory.best if best else directory.last, device)
+    model.load_state_dict(saved["model"])
+    images: Any = loader.samples()
+    chosen = torch.randperm(len(images), generator=random_generator(0))[:samples].tolist()
+    batches = DataLoader(Subset(images, chosen), batch_size=BATCH)
+    return Objective(model, F.cross_entropy, batches)
