@@ -23,8 +23,8 @@ def load_objective(
 ) -> Objective:
     """Return the training loss of a run's weights over some of its training images.
 
-    The images are drawn without replacement from seed 0, so that runs on the same data are looked at on the same images.
-    They are not augmented, and the loss is the plain cross-entropy.
+    The images are drawn without replacement from seed 0, the same ones for all runs on the same data. They are not
+    augmented, and the loss is the plain cross-entropy.
 
     Args:
         run: The directory of a run.

@@ -1,0 +1,125 @@
+r"""How much the loss rises near the weights.
+
+Worst case, SAM's own objective, dense or with a mask m, and ASAM's:
+
+.. math::  \max_{\lVert \epsilon \rVert_2 \le \rho} f(w + \epsilon \odot m) - f(w)
+           \qquad\text{adaptive:}\quad \lVert \epsilon / |w| \rVert_2 \le \rho
+
+Average case, of the same mean length:
+
+.. math::  E_z\, f(w + \tfrac{\rho}{\sqrt n}\, z) - f(w), \quad z \sim N(0, I)
+           \qquad\text{adaptive:}\quad z \sim N(0, \mathrm{diag}(w^2))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from sparsam.analysis.objective import Objective
+from sparsam.checks import check_rho, check_whole
+from sparsam.masks.selection import Selection, random_generator
+from sparsam.perturbation import Saved, perturb, restore, save
+
+
+@torch.no_grad()
+def worst_case(
+    objective: Objective,
+    rho: float,
+    *,
+    steps: int = 1,
+    mask: Selection | None = None,
+    adaptive: bool = False,
+) -> float:
+    r"""Return the largest rise of the loss that gradient ascent finds within rho.
+
+    The first step is SAM's :math:`\epsilon_1 = \rho\, g / \lVert g\rVert \odot m`; each further one goes as far in the
+    direction of the gradient where the one before has come, :math:`\epsilon_{k+1} = \rho\, g_k / \lVert g_k\rVert \odot
+    m` with :math:`g_k = \nabla f(w + \epsilon_k)`, and the largest rise counts. So more steps never give less. With a
+    mask the gradient is the whole one, as in the paper.
+
+    Args:
+        objective: The loss as a function of the weights, which come back bit for bit.
+        rho: The radius.
+        steps: Of ascent; 1 is SAM's own perturbation.
+        mask: Which weights are perturbed, one entry a parameter of the objective; None: all.
+        adaptive: ASAM's ball.
+    """
+    check_rho(rho)
+    check_whole("steps", steps)
+    params = objective.params
+    mask = [True] * len(params) if mask is None else mask
+    if len(mask) != len(params):
+        raise ValueError(f"mask must have an entry for each of {len(params)} parameters, but has {len(mask)}")
+    start = _finite(objective)
+    rises = [torch.zeros_like(start)]
+    g = objective.gradient()
+    for step in range(steps):
+        with _at(perturb(params, g, mask, [float(rho)] * len(params), adaptive=adaptive)):
+            rises.append(objective.loss() - start)
+            if step + 1 < steps:
+                g = objective.gradient()
+    return float(torch.stack(rises).nan_to_num(nan=torch.inf).max())
+
+
+@torch.no_grad()
+def average_case(
+    objective: Objective, rho: float, *, samples: int = 10, adaptive: bool = False, seed: int = 0
+) -> tuple[float, float]:
+    """Return the mean rise of the loss under Gaussian noise of mean length rho, and its standard error.
+
+    Args:
+        objective: The loss as a function of the weights, which come back bit for bit.
+        rho: The root mean square of the noise's length; adaptive: of its length relative to the weights'.
+        samples: How often noise is drawn, at least 2.
+        adaptive: Noise in proportion to each weight.
+        seed: Where the noise starts: the same for runs that are compared.
+    """
+    check_rho(rho)
+    check_whole("samples", samples, least=2)
+    params: list[Tensor] = list(objective.params)
+    sigma = rho / sum(p.numel() for p in params) ** 0.5
+    start, rises = _finite(objective), []
+    for i in range(samples):
+        generator = random_generator(seed, i)
+        noise = [sigma * torch.randn(p.shape, generator=generator).to(p) for p in params]
+        if adaptive:
+            torch._foreach_mul_(noise, params)
+        with _at(save(params)):
+            torch._foreach_add_(params, noise)
+            rises.append(objective.loss() - start)
+    found = torch.stack(rises)
+    return float(found.mean()), float(found.std() / samples**0.5)
+
+
+@contextmanager
+def _at(saved: list[Saved]) -> Iterator[None]:
+    """Put the weights back after the block."""
+    try:
+        yield
+    finally:
+        restore(saved)
+
+
+def _finite(objective: Objective) -> Tensor:
+    loss = objective.loss()
+    if not torch.isfinite(loss):
+        raise ValueError(f"the loss at the model's own weights must be finite, but is {loss.item()}")
+    return loss
+
+
+def overlap(one: Sequence[Tensor | bool], other: Sequence[Tensor | bool], params: Sequence[Tensor]) -> float:
+    r"""Return the share of the weights in one mask that are in another too, :math:`|m \wedge m'| / |m|`; of none, 1.
+
+    >>> w = [torch.zeros(4)]
+    >>> overlap([torch.tensor([True, True, False, False])], [torch.tensor([False, True, True, False])], w)
+    0.5
+    """
+    both = count = torch.zeros((), dtype=torch.int64, device=params[0].device)
+    for m, n, p in zip(one, other, params, strict=True):
+        a, b = (x if isinstance(x, Tensor) else torch.full_like(p, x, dtype=torch.bool) for x in (m, n))
+        both, count = both + (a & b).sum().to(both.device), count + a.sum().to(count.device)
+    return both.item() / count.item() if count else 1.0
