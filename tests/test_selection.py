@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 
 from reference import ranked
 from sparsam.masks.nm import n_of_m
-from sparsam.masks.selection import expand, flatten, largest, perturbed_count, random_generator, settle, unflatten
+from sparsam.masks.selection import (
+    expand,
+    flatten,
+    largest,
+    overlap,
+    perturbed_count,
+    random_generator,
+    settle,
+    unflatten,
+)
 
 few_values = st.lists(st.sampled_from([-2.0, -0.0, 0.0, 0.5, 1.0, float("inf")]), min_size=1, max_size=60)
 any_values = st.lists(st.floats(allow_nan=False, width=32), min_size=1, max_size=60)
@@ -77,3 +86,12 @@ def test_random_numbers_depend_on_each_of_the_given_numbers():
     }
     assert len(draws) == 4
     assert torch.rand(1, generator=random_generator(4, 2)).equal(torch.rand(1, generator=random_generator(4, 2)))
+
+
+def test_overlap_of_masks():
+    params = [torch.zeros(2, 2), torch.zeros(3)]
+    one = [torch.tensor([[True, False], [True, False]]), True]
+    other = [torch.tensor([[True, True], [False, False]]), torch.tensor([True, False, True])]
+    assert overlap(one, one, params) == 1.0
+    assert overlap(one, other, params) == 3 / 5
+    assert overlap([False, False], one, params) == 1.0

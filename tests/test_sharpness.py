@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from cases import same, task, weights
-from sparsam.analysis import Objective, average_case, gradient_difference, overlap, worst_case
+from sparsam.analysis import Objective, average_case, gradient_difference, worst_case
 
 
 def half_square(outputs, targets):
@@ -219,14 +219,15 @@ def test_gradient_differences_against_a_loop_over_single_weights():
     assert found.below_zero[""] == below / sum(counts)
     assert sum(found.counts["3"]) == sum(p.numel() for p in t.model[3].parameters())
     assert [sum(c) for c in zip(*(row for name, row in found.counts.items() if name), strict=True)] == counts
+    with torch.no_grad():
+        for p, g in zip(objective.params, sgd, strict=True):
+            p -= rho * g / norm
+    two = [
+        gradient_difference(Objective(t.model, F.cross_entropy, (t.x[s], t.y[s])), rho, bins=bins)
+        for s in (slice(0, 10), slice(10, 20))
+    ]
+    both = Objective(t.model, F.cross_entropy, (t.x[:20], t.y[:20]), batch_size=10)
+    added = [a + b for a, b in zip(two[0].counts[""], two[1].counts[""], strict=True)]
+    assert gradient_difference(both, rho, bins=bins).counts[""] == added
     assert found.edges[0] == -12
     assert found.edges[-1] == 8
-
-
-def test_overlap_of_masks():
-    params = [torch.zeros(2, 2), torch.zeros(3)]
-    one = [torch.tensor([[True, False], [True, False]]), True]
-    other = [torch.tensor([[True, True], [False, False]]), torch.tensor([True, False, True])]
-    assert overlap(one, one, params) == 1.0
-    assert overlap(one, other, params) == 3 / 5
-    assert overlap([False, False], one, params) == 1.0

@@ -24,7 +24,7 @@ from sparsam.training.comparison import compare_recipes
 from sparsam.training.progress import Progress
 from sparsam.training.recipe import RecipeError
 from sparsam.training.rundir import RunDirectory
-from sparsam.training.trainer import Interrupted
+from sparsam.training.trainer import Interrupted, new_run
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -416,3 +416,25 @@ def test_the_share_of_perturbed_weights_counts_full_steps(tmp_path):
     sizes = {name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()}
     behind = (sizes["layer3"] + sizes["head"]) / sum(sizes.values())
     assert summary["perturbed"] == pytest.approx(0.75 * behind + 0.25)
+
+
+def test_how_far_a_mask_moves(tmp_path):
+    """Against masks that are kept here, epoch by epoch."""
+    kept, masks = [], []
+
+    class Keeping(Progress):
+        def epoch_done(self, metrics):
+            kept.append((metrics["mask_kept"], metrics["mask_kept_since_start"]))
+            masks.append(torch.cat([m.flatten() for m in trainer.opt.masks()]))
+
+    r = recipe("ssam-d", "train.epochs=4")
+    trainer = new_run(r, tmp_path / "run", device=CPU, progress=Keeping())
+    trainer.run()
+    assert kept[0] == (None, None)
+    for i in range(1, 4):
+        expected = [int((masks[i] & masks[j]).sum()) / int(masks[i].sum()) for j in (i - 1, 0)]
+        assert kept[i] == tuple(expected)
+        assert 0.2 < kept[i][1] <= kept[i][0] < 1 or kept[i][0] == kept[i][1]
+    sam = train(recipe("sam"), tmp_path / "sam", device=CPU)
+    assert sam["epochs"] == 2
+    assert RunDirectory(tmp_path / "sam").metrics()[1]["mask_kept"] is None

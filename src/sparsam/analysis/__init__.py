@@ -2,6 +2,6 @@
 
 from sparsam.analysis.gradients import GradientDifference, gradient_difference
 from sparsam.analysis.objective import Objective
-from sparsam.analysis.sharpness import average_case, overlap, worst_case
+from sparsam.analysis.sharpness import average_case, worst_case
 
-__all__ = ["GradientDifference", "Objective", "average_case", "gradient_difference", "overlap", "worst_case"]
+__all__ = ["GradientDifference", "Objective", "average_case", "gradient_difference", "worst_case"]

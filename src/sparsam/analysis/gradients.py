@@ -3,7 +3,8 @@ r"""How different the gradients of SAM and SGD are, weight by weight (the paper'
 .. math::  r = \log \left| \frac{g_{SAM} - g_{SGD}}{g_{SGD}} \right|, \qquad
            g_{SGD} = \nabla f(w), \quad g_{SAM} = \nabla f(w + \epsilon)
 
-r < 0: the perturbation changes a weight's gradient by less than the gradient itself.
+r < 0: the perturbation changes a weight's gradient by less than the gradient itself. As in training, a gradient is that
+of one batch, and weights are counted in every batch.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class GradientDifference:
     below_zero: dict[str, float]
     rho: float
     samples: int
+    batches: int
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for a JSON file."""
@@ -45,10 +47,10 @@ class GradientDifference:
 def gradient_difference(
     objective: Objective, rho: float = 0.1, *, bins: int = 200, mask: Selection | None = None, adaptive: bool = False
 ) -> GradientDifference:
-    """Measure the distribution of r; nothing but counts leaves the device.
+    """Measure the distribution of r over all weights and batches; nothing but counts leaves the device.
 
     Args:
-        objective: The loss as a function of the weights, which come back bit for bit.
+        objective: The loss as a function of the weights, which come back bit for bit. Each of its batches counts alone.
         rho: The radius of SAM's perturbation.
         bins: Of the histogram, between r = -12 and r = 8.
         mask: Which weights are perturbed; None: all.
@@ -57,14 +59,18 @@ def gradient_difference(
     check_rho(rho)
     check_whole("bins", bins)
     params = objective.params
-    sgd = objective.gradient()
-    saved = perturb(params, sgd, mask or [True] * len(params), [float(rho)] * len(params), adaptive=adaptive)
-    try:
-        sam = objective.gradient()
-    finally:
-        restore(saved)
+    chosen, rhos = mask or [True] * len(params), [float(rho)] * len(params)
+    total = torch.zeros(len(params), bins + 2, dtype=torch.float64, device=objective.device)
+    for batch in objective.parts():
+        sgd = batch.gradient()
+        saved = perturb(params, sgd, chosen, rhos, adaptive=adaptive)
+        try:
+            sam = batch.gradient()
+        finally:
+            restore(saved)
+        total += torch.stack([_row(a, b, bins) for a, b in zip(sam, sgd, strict=True)])
+    rows = total.cpu()  # the one wait
     names = {p: name.rpartition(".")[0] for name, p in objective.model.named_parameters()}
-    rows = torch.stack([_row(a, b, bins) for a, b in zip(sam, sgd, strict=True)]).cpu()  # the one wait
     if rows[:, 0].any():
         raise ValueError("gradients must be finite, but some are not: is the loss finite at the model's weights?")
     sums = {"": rows.sum(0)}
@@ -76,6 +82,7 @@ def gradient_difference(
         below_zero={name: float(row[1] / row[2:].sum()) for name, row in sums.items()},
         rho=float(rho),
         samples=objective.count,
+        batches=len(objective.batches),
     )
 
 

@@ -60,6 +60,11 @@ class Objective:
         if not self.count:
             raise ValueError("data must hold at least one sample, but is empty")
 
+    def parts(self) -> Iterator[Objective]:
+        """Yield one objective for each batch."""
+        for batch in self.batches:
+            yield Objective(self.model, self.loss_fn, [batch])
+
     def loss(self) -> Tensor:
         """Return f(w) as a float64 tensor on the device, without waiting for it."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)

@@ -10,16 +10,19 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset
 
 from sparsam.analysis.objective import Objective
-from sparsam.masks.selection import random_generator
+from sparsam.masks.selection import Selection, random_generator
 from sparsam.training.build import build_loader, build_network
 from sparsam.training.checkpoint import load_checkpoint
 from sparsam.training.rundir import RunDirectory
 
-BATCH = 1000
-
 
 def load_objective(
-    run: str | Path, *, samples: int = 10_000, best: bool = False, device: torch.device | None = None
+    run: str | Path,
+    *,
+    samples: int = 10_000,
+    batch_size: int = 1000,
+    best: bool = False,
+    device: torch.device | None = None,
 ) -> Objective:
     """Return the training loss of a run's weights over some of its training images.
 
@@ -29,6 +32,7 @@ def load_objective(
     Args:
         run: The directory of a run.
         samples: How many images; at most all.
+        batch_size: How many of them at a time.
         best: The best epoch's weights in place of the last.
         device: Where to; default: the CPU.
     """
@@ -40,5 +44,16 @@ def load_objective(
     model.load_state_dict(saved["model"])
     images: Any = loader.samples()
     chosen = torch.randperm(len(images), generator=random_generator(0))[:samples].tolist()
-    batches = DataLoader(Subset(images, chosen), batch_size=BATCH)
+    batches = DataLoader(Subset(images, chosen), batch_size=batch_size)
     return Objective(model, F.cross_entropy, batches)
+
+
+def run_mask(run: str | Path, objective: Objective) -> Selection | None:
+    """Return which weights of the objective the run perturbed last; None if it perturbed all, or none."""
+    saved = load_checkpoint(RunDirectory(run).last, objective.device)["optimizer"]
+    selection = saved.get("sparsam", {}).get("selection")
+    if selection is None or all(m is True for m in selection):
+        return None
+    # The trainer hands the optimizer all parameters of the model, in the model's order.
+    by_parameter = dict(zip(objective.model.parameters(), selection, strict=True))
+    return [by_parameter[p] for p in objective.params]

@@ -13,7 +13,7 @@ Average case, of the same mean length:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -109,17 +109,3 @@ def _finite(objective: Objective) -> Tensor:
     if not torch.isfinite(loss):
         raise ValueError(f"the loss at the model's own weights must be finite, but is {loss.item()}")
     return loss
-
-
-def overlap(one: Sequence[Tensor | bool], other: Sequence[Tensor | bool], params: Sequence[Tensor]) -> float:
-    r"""Return the share of the weights in one mask that are in another too, :math:`|m \wedge m'| / |m|`; of none, 1.
-
-    >>> w = [torch.zeros(4)]
-    >>> overlap([torch.tensor([True, True, False, False])], [torch.tensor([False, True, True, False])], w)
-    0.5
-    """
-    both = count = torch.zeros((), dtype=torch.int64, device=params[0].device)
-    for m, n, p in zip(one, other, params, strict=True):
-        a, b = (x if isinstance(x, Tensor) else torch.full_like(p, x, dtype=torch.bool) for x in (m, n))
-        both, count = both + (a & b).sum().to(both.device), count + a.sum().to(count.device)
-    return both.item() / count.item() if count else 1.0

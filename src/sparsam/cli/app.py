@@ -12,6 +12,7 @@ from rich.console import Console
 
 from sparsam._version import __version__
 from sparsam.cli import doctor as doctor_module
+from sparsam.cli.looking import COMMANDS, Device, find_device
 from sparsam.cli.table import show_table
 from sparsam.data.cifar import CifarError
 from sparsam.data.image_folder import ImageFolderError
@@ -31,7 +32,6 @@ Set = Annotated[
     list[str] | None,
     typer.Option("--set", "-s", metavar="KEY=VALUE", help="Override a setting, such as train.epochs=10."),
 ]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default: a GPU if there is one.")]
 
 
 def _version(wanted: bool) -> None:
@@ -84,12 +84,12 @@ def train(
         path = resume
         if (path / "summary.json").is_file():
             rich.print(f"{path} is finished already")
-        summary = resume_run(path, device=_device(device), progress=suitable_progress())
+        summary = resume_run(path, device=find_device(device), progress=suitable_progress())
     else:
         assert recipe is not None
         loaded = load_recipe(recipe, [*(settings or []), *([f"model.name={model}"] if model else [])])
         path = output or Path("runs") / f"{loaded.name}-seed{loaded.train.seed}"
-        summary = train_run(loaded, path, device=_device(device), progress=suitable_progress())
+        summary = train_run(loaded, path, device=find_device(device), progress=suitable_progress())
     rich.print(f"{_accuracy(summary)}; everything is in {path}")
 
 
@@ -108,7 +108,7 @@ def evaluate(
     """
     from sparsam.training.evaluation import evaluate_run
 
-    result = evaluate_run(run, best=best, device=_device(device))
+    result = evaluate_run(run, best=best, device=find_device(device))
     rich.print(
         f"{result['weights']} weights ({result['when']}) on {result['count']} {result['evaluated_on']} images: "
         f"loss {result['loss']:.4f}, accuracy {100 * result['accuracy']:.2f} %"
@@ -144,7 +144,7 @@ def compare(
         seeds,
         output,
         overrides=settings,
-        device=_device(device),
+        device=find_device(device),
         at_once=at_once,
         progress=lambda: LogProgress(epochs=False) if at_once > 1 else suitable_progress(epochs=False),
     )
@@ -201,7 +201,7 @@ def cuts(
     recipe, images = cuts_module.load(
         model, batch_size=batch_size, precision=precision, size=image_size, classes=classes, channels=channels
     )
-    place = _device(device)
+    place = find_device(device)
     if budget is not None:
         check_budget(budget)
     with Console(stderr=True).status("Measuring ...", refresh_per_second=2):  # drawing delays what is measured
@@ -227,21 +227,8 @@ def _accuracy(summary: dict[str, Any]) -> str:
     )
 
 
-def _device(name: str | None) -> Any:
-    import torch
-
-    from sparsam.training.trainer import default_device
-
-    if name is None:
-        return default_device()
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"--device must be a device that is there, such as cpu or cuda, but {name!r} is not: {error}"
-        ) from error
-    return device
+for look in COMMANDS:
+    app.command()(look)
 
 
 def run() -> None:

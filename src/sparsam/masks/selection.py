@@ -87,6 +87,19 @@ def copied(selection: Selection | None) -> Selection | None:
     return None if selection is None else [m.clone() if isinstance(m, Tensor) else m for m in selection]
 
 
+def overlap(one: Sequence[Tensor | bool], other: Sequence[Tensor | bool], params: Sequence[Tensor]) -> float:
+    r"""Return the share of the weights in one selection that are in another too; of an empty one, 1. Waits.
+
+    >>> w = [torch.zeros(4)]
+    >>> overlap([torch.tensor([True, True, False, False])], [torch.tensor([False, True, True, False])], w)
+    0.5
+    """
+    both = count = torch.zeros((), dtype=torch.int64, device=params[0].device)
+    for m, n in zip(expand(one, params), expand(other, params), strict=True):
+        both, count = both + (m & n).sum().to(both.device), count + m.sum().to(count.device)
+    return both.item() / count.item() if count else 1.0
+
+
 def rewritten(old: Selection | None, new: Selection) -> Selection:
     """Return the new selection: in the tensors and the list of the old one, if it has tensors in the same places."""
 

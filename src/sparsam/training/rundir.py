@@ -71,7 +71,7 @@ class RunDirectory:
     def keep_epochs(self, count: int) -> None:
         """Forget the metrics of later epochs: a resumed run writes them again."""
         lines = [json.dumps(m) + "\n" for m in self.metrics() if m["epoch"] <= count]
-        _replace(self.path / "metrics.jsonl", "".join(lines))
+        replace_file(self.path / "metrics.jsonl", "".join(lines))
         (self.path / "summary.json").unlink(missing_ok=True)
 
     def add_metrics(self, metrics: dict[str, Any]) -> None:
@@ -105,10 +105,11 @@ class RunDirectory:
         self._write("summary.json", summary)
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
-        _replace(self.path / name, json.dumps(content, indent=2) + "\n")
+        replace_file(self.path / name, json.dumps(content, indent=2) + "\n")
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
     unfinished = path.with_name(path.name + ".unfinished")
     unfinished.write_text(text)
     unfinished.replace(path)

@@ -28,6 +28,7 @@ from sparsam.training.build import build_loader, build_loss, build_network, buil
 from sparsam.training.checkpoint import load_checkpoint, save_checkpoint
 from sparsam.training.environment import describe_environment
 from sparsam.training.flops import theoretical_flops
+from sparsam.training.mask_history import MaskHistory
 from sparsam.training.progress import Progress
 from sparsam.training.recipe import Recipe
 from sparsam.training.rundir import RunDirectory
@@ -75,6 +76,7 @@ class Trainer:
         self.elapsed = 0.0  # of all finished epochs
         self.best = {"accuracy": -1.0, "epoch": 0}
         self.peak_memory_mb: float | None = None  # of the epoch
+        self.mask_history = MaskHistory()
         self._stop = False
 
     # ------------------------------------------------------------------------------------------- the run
@@ -227,6 +229,8 @@ class Trainer:
             self.peak_memory_mb = torch.cuda.max_memory_reserved(self.device) / 2**20  # of training, not of evaluation
         loss, accuracy, _ = self.evaluate()
         shares = mask_density(self.opt, self.model) if isinstance(self.opt, SAM) else None
+        params = [p for group in self.opt.param_groups for p in group["params"]]
+        selection = self.opt.selection if isinstance(self.opt, SAM) else None
         return {
             "epoch": self.epoch + 1,
             "steps": (self.epoch + 1) * self.loader.steps,
@@ -241,6 +245,7 @@ class Trainer:
             "peak_memory_mb": self.peak_memory_mb,
             "perturbed": shares.pop("") if shares else None,
             "mask_density": shares,
+            **self.mask_history.add(selection, params),
         }
 
     def _next_epoch(self, metrics: dict[str, Any]) -> None:
@@ -296,6 +301,7 @@ class Trainer:
                 "seconds": self.seconds,
                 "elapsed": self.elapsed,
                 "best": self.best,
+                "mask_history": self.mask_history.state(),
             },
         )
 
@@ -315,6 +321,7 @@ class Trainer:
         self.epoch, self.batch = saved["epoch"], saved["batch"]
         self.loss_sum.copy_(saved["loss_sum"])
         self.seconds, self.elapsed, self.best = saved["seconds"], saved["elapsed"], saved["best"]
+        self.mask_history.load(saved["mask_history"])
 
     # -------------------------------------------------------------------------------------------- helpers
 

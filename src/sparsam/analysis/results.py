@@ -1,0 +1,30 @@
+"""Where results about a run are kept: small files in RUN/analysis, from which tables and figures are made again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsam._version import __version__
+from sparsam.training.rundir import replace_file
+
+
+def write_result(run: str | Path, name: str, values: dict[str, Any]) -> Path:
+    """Write plain values, with the versions that made them, to RUN/analysis/NAME.json, whole or not at all."""
+    path = Path(run) / "analysis" / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    versions = {"sparsam": __version__, "torch": torch.__version__}
+    replace_file(path, json.dumps({**values, "versions": versions}, indent=1) + "\n")
+    return path
+
+
+def read_result(run: str | Path, name: str) -> dict[str, Any]:
+    """Read what :func:`write_result` wrote; an error says which command makes it."""
+    path = Path(run) / "analysis" / f"{name}.json"
+    if not path.is_file():
+        raise ValueError(f"there is no {path}; make it with: sparsam {name} {run}")
+    values: dict[str, Any] = json.loads(path.read_text())
+    return values

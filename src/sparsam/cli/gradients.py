@@ -1,0 +1,56 @@
+"""`sparsam gradients`: how different SAM's and SGD's gradients are, weight by weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from sparsam.analysis import gradient_difference
+from sparsam.analysis.gradient_figure import draw_layers, draw_runs
+from sparsam.analysis.results import read_result, write_result
+from sparsam.analysis.runs import load_objective
+
+
+def measure(
+    run: Path, *, rho: float, batch_size: int, batches: int, best: bool, device: torch.device
+) -> dict[str, Any]:
+    """Measure one run; write RUN/analysis/gradients.json."""
+    objective = load_objective(run, samples=batches * batch_size, batch_size=batch_size, best=best, device=device)
+    result = gradient_difference(objective, rho).to_dict()
+    write_result(run, "gradients", result)
+    return result
+
+
+def load(run: Path) -> dict[str, Any]:
+    """Read what was measured before."""
+    return read_result(run, "gradients")
+
+
+def show(runs: Sequence[Path], results: Sequence[dict[str, Any]], output: Path) -> None:
+    """Print the shares below 0 and draw the figures."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("Run", no_wrap=True)
+    table.add_column("r < 0, %", justify="right")
+    table.add_column("lowest layer", justify="right")
+    table.add_column("highest layer", justify="right")
+    for run, result in zip(runs, results, strict=True):
+        layers = {name: share for name, share in result["below_zero"].items() if name}
+        ends = (min(layers, key=lambda n: layers[n]), max(layers, key=lambda n: layers[n]))
+        table.add_row(run.name, f"{100 * result['below_zero']['']:.1f}", *(f"{n} {100 * layers[n]:.1f}" for n in ends))
+    console = Console(highlight=False)
+    console.print(table)
+    labelled = [(run.name, result) for run, result in zip(runs, results, strict=True)]
+    files = draw_runs(labelled, output / "gradients")
+    for label, result in labelled:
+        files += draw_layers(label, result, output / f"gradients-{label}")
+    console.print(
+        "r = log|(g_SAM − g_SGD)/g_SGD|: below 0, the perturbation changes a weight's gradient by less than the "
+        f"gradient itself. Figures: {', '.join(str(f) for f in files if f.suffix == '.png')}",
+        style="dim",
+    )

@@ -1,0 +1,124 @@
+"""`sparsam hessian`: the spectra of runs, as numbers in a table and as one figure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from sparsam.analysis import hessian
+from sparsam.analysis.results import read_result, write_result
+from sparsam.analysis.runs import load_objective
+from sparsam.analysis.spectrum_figure import draw_spectra
+from sparsam.training.rundir import RunDirectory
+
+NONE = "–"
+
+
+def measure(
+    run: Path,
+    *,
+    top: int,
+    products: int,
+    probes: int,
+    steps: int,
+    memory: float,
+    samples: int,
+    seed: int,
+    best: bool,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Measure one run; write RUN/analysis/hessian.json."""
+    objective = load_objective(run, samples=samples, best=best, device=device)
+    common: dict[str, Any] = {"memory_limit": memory, "seed": seed}
+    vectors = hessian.search_vectors(objective, top, products=products, memory_limit=memory)
+    used = hessian.basis_bytes(objective, max(vectors, steps)) / hessian.GIB
+    weights = hessian.weights_of(objective)
+    Console(stderr=True, highlight=False).print(
+        f"{run.name}: {weights:,} weights, {objective.count:,} images; vectors take up to {used:.2g} of {memory:g} GiB; "
+        f"at most {products} + {probes} × {min(steps, weights)} products",
+        style="dim",
+    )
+    with _bar(f"{run.name}: eigenvalues") as progress:
+        found = hessian.top_eigenvalues(objective, top, products=products, progress=progress, **common)
+    with _bar(f"{run.name}: density") as progress:
+        density = hessian.spectral_density(objective, probes=probes, steps=steps, progress=progress, **common)
+    result = {
+        "method": RunDirectory(run).recipe().method,
+        "eigenvalues": list(found.values),
+        "residuals": list(found.residuals),
+        "converged": found.converged,
+        "products": found.products,
+        "ratio": found.ratio,
+        "trace": density.trace,
+        "trace_error": density.trace_error,
+        "density": density.to_dict(),
+        "loss": objective.loss().item(),
+        "samples": objective.count,
+        "seed": seed,
+        "weights": "best" if best else "last",
+    }
+    write_result(run, "hessian", result)
+    return result
+
+
+def load(run: Path) -> dict[str, Any]:
+    """Read what was measured before."""
+    return read_result(run, "hessian")
+
+
+def show(runs: Sequence[Path], results: Sequence[dict[str, Any]], output: Path) -> None:
+    """Print one row for each run and draw the figure."""
+    console = Console(highlight=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("Run", no_wrap=True)
+    for heading in ("λ1", "λ5", "λ1/λ5", "Trace", "Residuals of λ1, λ5"):
+        table.add_column(heading, justify="right")
+    for run, result in zip(runs, results, strict=True):
+        table.add_row(run.name, *_cells(result))
+    console.print(table)
+    names = [run.name for run in runs]
+    labels = [r["method"] for r in results]
+    labels = labels if len(set(labels)) == len(labels) else names
+    files = draw_spectra(list(zip(labels, results, strict=True)), output / "hessian")
+    weak = [name for name, result in zip(names, results, strict=True) if not result["converged"]]
+    if weak:
+        console.print(f"Not converged, see the residuals, or take more --products: {', '.join(weak)}", style="yellow")
+    console.print(
+        "Hessian of the training loss, BatchNorm in eval mode. An eigenvalue lies within the residual of each value; "
+        f"the trace is an estimate ± its standard error. Figure: {files[0]}",
+        style="dim",
+    )
+
+
+def _cells(result: dict[str, Any]) -> tuple[str, ...]:
+    values, residuals, error = result["eigenvalues"], result["residuals"], result["trace_error"]
+    fifth = len(values) > 4
+    return (
+        f"{values[0]:.4g}",
+        f"{values[4]:.4g}" if fifth else NONE,
+        NONE if result["ratio"] is None else f"{result['ratio']:.3g}",
+        f"{result['trace']:.4g}" + ("" if error is None else f" ± {error:.2g}"),
+        f"{residuals[0]:.1e}" + (f", {residuals[4]:.1e}" if fifth else ""),
+    )
+
+
+@contextmanager
+def _bar(text: str) -> Iterator[hessian.Progress]:
+    """Show a bar on a terminal, with the time that is left at most."""
+    columns = (TextColumn(text), BarColumn(bar_width=20), TextColumn("{task.fields[left]}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(text, left="")
+
+        def progress(done: int, total: int, left: float) -> None:
+            minutes, seconds = divmod(round(left), 60)
+            bar.update(task, completed=done, total=total, left=f"{done}/{total}, {minutes}:{seconds:02} left at most")
+
+        yield progress

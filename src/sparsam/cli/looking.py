@@ -1,0 +1,119 @@
+"""The commands that look at trained runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+Runs = Annotated[list[Path], typer.Argument(help="Directories of runs.")]
+Samples = Annotated[int, typer.Option(min=1, help="Training images to look at, the same for all runs.")]
+Best = Annotated[bool, typer.Option("--best", help="The best epoch's weights in place of the last.")]
+Seed = Annotated[int, typer.Option(min=0, help="Where random numbers start.")]
+Redraw = Annotated[bool, typer.Option("--redraw", help="Use what was measured before.")]
+Output = Annotated[Path, typer.Option("--output", "-o", help="Where figures are written.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default: a GPU if there is one.")]
+
+
+def sharpness(
+    runs: Runs,
+    rho: Annotated[float, typer.Option(help="The radius within which the loss may rise.")] = 0.1,
+    adaptive_rho: Annotated[float, typer.Option(help="The same for the adaptive variants.")] = 1.0,
+    ascent: Annotated[int, typer.Option(min=1, help="Steps of gradient ascent; 1 is SAM's own perturbation.")] = 1,
+    noise: Annotated[int, typer.Option(min=2, help="Draws of Gaussian noise for the average case.")] = 10,
+    samples: Samples = 10_000,
+    seed: Seed = 0,
+    best: Best = False,
+    redraw: Redraw = False,
+    device: Device = None,
+) -> None:
+    """Measure how much the loss rises near the weights of runs: worst case, average case, adaptive, λ1.
+
+    The numbers are kept in RUN/analysis/sharpness.json, and `sparsam report` shows them.
+
+    Example:
+    ```
+    sparsam sharpness runs/demo/*-seed0 --rho 0.1
+    ```
+    """
+    from sparsam.analysis.results import read_result
+    from sparsam.analysis.run_sharpness import measure_sharpness
+    from sparsam.cli import sharpness as module
+
+    place, results = find_device(device), []
+    for run in runs:
+        with told(f"{run.name}: sharpness"):
+            results.append(
+                read_result(run, "sharpness")
+                if redraw
+                else measure_sharpness(
+                    run,
+                    rho=rho,
+                    adaptive_rho=adaptive_rho,
+                    ascent=ascent,
+                    noise=noise,
+                    samples=samples,
+                    seed=seed,
+                    best=best,
+                    device=place,
+                )
+            )
+    module.show(runs, results)
+
+
+def gradients(
+    runs: Runs,
+    rho: Annotated[float, typer.Option(help="The radius of SAM's perturbation.")] = 0.1,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images that a gradient is computed over.")] = 128,
+    batches: Annotated[int, typer.Option(min=1, help="How many such gradients.")] = 8,
+    best: Best = False,
+    redraw: Redraw = False,
+    output: Output = Path("runs/analysis"),
+    device: Device = None,
+) -> None:
+    """Compare the gradients of SAM and SGD weight by weight, over all weights and by layer.
+
+    Example:
+    ```
+    sparsam gradients runs/demo/*-seed0
+    ```
+    """
+    from sparsam.cli import gradients as module
+
+    place, results = find_device(device), []
+    for run in runs:
+        with told(f"{run.name}: gradients"):
+            if redraw:
+                results.append(module.load(run))
+            else:
+                options = {"rho": rho, "batch_size": batch_size, "batches": batches, "best": best}
+                results.append(module.measure(run, **options, device=place))  # type: ignore[arg-type]
+    module.show(runs, results, output)
+
+
+COMMANDS = (sharpness, gradients)
+
+
+def told(text: str) -> Any:
+    """Show what is being done, on a terminal."""
+    return Console(stderr=True).status(text)
+
+
+def find_device(name: str | None) -> Any:
+    """Return a device by its name; the default is a GPU if there is one."""
+    import torch
+
+    from sparsam.training.trainer import default_device
+
+    if name is None:
+        return default_device()
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"--device must be a device that is there, such as cpu or cuda, but {name!r} is not: {error}"
+        ) from error
+    return device
