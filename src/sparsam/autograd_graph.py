@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 def tensors_in(*values: Any) -> list[Tensor]:
     """Return the tensors in nested lists, tuples, dicts and data classes that torch knows."""
+    if len(values) == 1 and isinstance(values[0], Tensor):  # most outputs are
+        return [values[0]]
     return [t for t in tree_leaves(values) if isinstance(t, Tensor)]
 
 

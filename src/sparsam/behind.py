@@ -14,9 +14,10 @@ from sparsam.costs import cut_costs
 from sparsam.distributed import value_of_rank_zero
 from sparsam.masks import BudgetMask, Mask, StepKind
 from sparsam.masks.budget import FULL_COST, choose_cut
+from sparsam.modules import parameters_before_by_order
 from sparsam.perturbation import gradient_norm
 from sparsam.recording import Recording
-from sparsam.replay import Replay, parameters_before_by_order
+from sparsam.replay import Replay
 
 
 class BehindCut:
@@ -53,6 +54,25 @@ class BehindCut:
         if kind.cut is None or self.replay is None:
             return nullcontext()
         return self.replay.second_pass(perturbed, in_full)
+
+    def forget(self) -> None:
+        """Let go of what a first pass left, if no second one came."""
+        if self.replay is not None:
+            self.replay.recording = None
+
+    def is_spoilt(self, params: Sequence[Tensor]) -> bool:
+        """Tell whether a second pass has used values that it did not have; looked at once, because that takes waiting.
+
+        A tensor that code between modules changed in place is handed out as NaN in the second pass. Nothing is wrong
+        with that unless its values are used behind the cut, and then the gradients are NaN.
+        """
+        if self.replay is None or not self.replay.doubtful:
+            return False
+        self.replay.doubtful = False
+        if torch.isfinite(self._norm(params, [True] * len(params))):
+            return False
+        self.replay.give_up("values from before the cut, changed in place there, are used behind it")
+        return True
 
     # ------------------------------------------------------------------------------------------- parameters
 
@@ -127,7 +147,7 @@ class BehindCut:
 
     def load(self, state: dict[str, Any], device: torch.device) -> None:
         """Load what :meth:`state` returned."""
-        self.mask.cut = state["cut"]
-        self.before = {cut: list(b) for cut, b in state["before"].items()}
-        share = state["norm_share"]
+        self.mask.cut = state.get("cut", self.mask.cut)
+        self.before = {cut: list(b) for cut, b in state.get("before", {}).items()}
+        share = state.get("norm_share")
         self.norm_share = None if share is None else share.to(device)

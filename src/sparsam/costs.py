@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsam.cuts import Cut, find_cuts
+from sparsam.distributed import value_of_rank_zero
 from sparsam.passes import no_trace
 from sparsam.perturbation import perturb, restore
 from sparsam.replay import Replay
 from sparsam.timing import Clock
 
-CLOSE = 1.05  # an estimate this near to a limit is replaced by a measurement
+CLOSE = 1.05  # an estimate that is at most so much above a limit is looked into
 
 
 def cut_costs(
@@ -35,8 +36,8 @@ def cut_costs(
 
     .. math::  1 + \frac{f + \text{weights} \cdot p}{1 + b}
 
-    That is a little too much, because the first pass of a real step stops right before the cut. So where it is a
-    little above the limit, the two passes of a real step are timed.
+    That is an estimate: the first pass of a real step stops right before the cut, and Python has more to do. With a
+    limit, the two passes of real steps are timed, from the earliest cut that may fit on to the first that does.
 
     Args:
         model: The network.
@@ -51,18 +52,24 @@ def cut_costs(
     params = [p for group in base.param_groups for p in group["params"]]
     clock = Clock(params[0].device, device_time)
     with no_trace(model), torch.enable_grad():
+        closure()
+        step = _stepping(base)
         for _ in range(2):  # the first warms up
-            one_pass = clock.time(closure)
-            stepping, perturbing = clock.time(_stepping(base)), clock.time(_perturbing(params))
-        costs = {}
-        for cut in cuts:
-            rest = cut.weights * perturbing
-            costs[cut] = 1 + ((cut.step or 0.0) * one_pass + rest) / (one_pass + stepping)
-            if limit is not None and limit < costs[cut] <= CLOSE * limit:
-                work = _two_passes(model, cut.name, closure)
-                work()
-                two_passes = statistics.median(clock.time(work) for _ in range(3))
-                costs[cut] = (two_passes + rest + stepping) / (one_pass + stepping)
+            one_pass, stepping, perturbing = (clock.time(work) for work in (closure, step, _perturbing(params)))
+        base_step = one_pass + stepping
+        # Rank 0's, because all ranks must measure the same cuts below: the closure communicates.
+        costs = value_of_rank_zero(
+            {cut: 1 + ((cut.step or 0.0) * one_pass + cut.weights * perturbing) / base_step for cut in cuts}
+        )
+        for cut, estimate in costs.items():
+            if limit is None or estimate > CLOSE * limit:
+                continue
+            work = _two_passes(model, cut.name, closure)
+            work()
+            two_passes = statistics.median(clock.time(work) for _ in range(3))
+            costs[cut] = value_of_rank_zero((two_passes + cut.weights * perturbing + stepping) / base_step)
+            if costs[cut] <= limit:
+                break
     return costs
 
 

@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from sparsam.autograd_graph import leaf_of, node_of, nodes_behind, tensors_in
 from sparsam.interception import Call, intercepted
+from sparsam.modules import bare
 from sparsam.passes import no_trace
 from sparsam.recording import Kept, in_backward, keep, same_tensors
-from sparsam.replay import bare
 from sparsam.timing import Clock
 
 PASSES, WARM_UP = 3, 2
@@ -61,7 +62,7 @@ def find_cuts(
     [('0', 1.0), ('2', 0.3103448275862069)]
     """
     with no_trace(model):
-        places = _places(bare(model), run)
+        places = _cut_weights(bare(model), run)
     steps: dict[str, float] = {}
     if passes:
         clock = Clock(next(p.device for p in model.parameters()), device_time)
@@ -84,7 +85,7 @@ class _Visit(NamedTuple):
     input: Kept
 
 
-def _places(model: nn.Module, run: Callable[[], Any]) -> dict[str, float]:
+def _cut_weights(model: nn.Module, run: Callable[[], Any]) -> dict[str, float]:
     """Return the cuts by name, each with the share of the weights behind it."""
     visits: dict[str, _Visit] = {}
     roots: list[Tensor] = []
@@ -147,13 +148,15 @@ def _shares(model: nn.Module, names: list[str], run: Callable[[], Any], clock: C
     """Run one pass; return the share of its time between each module's call and the gradient of its input."""
     called: dict[str, Any] = {}
     arrived: dict[str, Any] = {}
+    hooks: list[RemovableHandle] = []
 
     def stamp(name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name not in called:
             called[name] = clock.now()
             for t in tensors_in(args, kwargs):
                 if t.requires_grad:
-                    t.register_hook(lambda _: arrived.update({name: clock.now()}))  # type: ignore[no-untyped-call]
+                    hook = t.register_hook(lambda _: arrived.update({name: clock.now()}))  # type: ignore[no-untyped-call]
+                    hooks.append(hook)
         return call(*args, **kwargs)
 
     with intercepted({model.get_submodule(name): partial(stamp, name) for name in names}):
@@ -161,5 +164,7 @@ def _shares(model: nn.Module, names: list[str], run: Callable[[], Any], clock: C
         start = clock.now()
         run()
         end = clock.now()
+    for hook in hooks:  # those of parameters and batches would stay
+        hook.remove()
     total = clock.between(start, end)
     return {name: clock.between(called[name], arrived.get(name, end)) / total for name in names}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +37,8 @@ class CapturedStep:
         self.eager_because: str | None = None
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # of eager steps: not the default one
         self._taken: Counter[StepKind | None] = Counter()
-        self._graphs: dict[StepKind | None, _Captured] = {}
+        self._graphs: dict[StepKind | None, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._captured_for: Selection | None = None
         if isinstance(opt, SAM):
             opt.captured = True
 
@@ -49,14 +49,16 @@ class CapturedStep:
         self._taken[kind] += 1
         if self._taken[kind] <= WARM_UP or self.eager_because or (sam and sam.mask_is_due()):
             return self._eager()
-        if kind not in self._graphs or self._graphs[kind].selection is not selection:
-            self._graphs.pop(kind, None)  # frees the memory of the one before
-            self._graphs[kind] = self._capture(selection)
-        captured = self._graphs[kind]
-        captured.graph.replay()
+        if selection is not self._captured_for:
+            self._graphs.clear()  # all of them: they share memory
+            self._captured_for = selection
+        if kind not in self._graphs:
+            self._graphs[kind] = self._capture()
+        graph, loss = self._graphs[kind]
+        graph.replay()
         if sam:
             sam.steps += 1
-        return captured.loss
+        return loss
 
     def _eager(self) -> Tensor:
         before = torch.get_rng_state(), torch.cuda.get_rng_state()
@@ -74,20 +76,14 @@ class CapturedStep:
         loss: Tensor = self.opt.step(self.closure)  # type: ignore[assignment, arg-type]
         return loss.detach()
 
-    def _capture(self, selection: Selection | None) -> _Captured:
+    def _capture(self) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Return a graph, and the tensor where it leaves the loss."""
         graph = torch.cuda.CUDAGraph()
-        pool = next((captured.graph.pool() for captured in self._graphs.values()), None)  # one step runs at a time
+        pool = next((other.pool() for other, _ in self._graphs.values()), None)  # one step runs at a time
         steps = self.opt.steps if isinstance(self.opt, SAM) else 0
-        with torch.cuda.graph(graph, pool=pool):
+        # On a stream of its own: graphs of one stream share cuBLAS' workspace, and another run's may run beside it.
+        with torch.cuda.graph(graph, pool=pool, stream=self._stream):
             loss = self._step()
         if isinstance(self.opt, SAM):
             self.opt.steps = steps  # a capture records a step and takes none
-        return _Captured(graph, loss, selection)
-
-
-class _Captured(NamedTuple):
-    """A graph, where it leaves the loss, and the selection that it was captured with."""
-
-    graph: torch.cuda.CUDAGraph
-    loss: Tensor
-    selection: Selection | None
+        return graph, loss

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sparsam.autograd_graph import tensors_in
 from sparsam.behind import BehindCut
 from sparsam.checks import check_rho
 from sparsam.distributed import of_rank_zero
@@ -218,8 +217,15 @@ class SAM(Optimizer):
         self._refuse_while_perturbed("step(closure)")
         with torch.enable_grad():
             loss = self._first_pass(closure)
-            with self._perturbed(guard=False), self._replayed():
-                closure()
+            try:
+                with self._perturbed(guard=False):
+                    with self._replayed():
+                        closure()
+                    if self._behind.is_spoilt(self._params_and_rhos()[0]):
+                        self._second_pass.again()
+                        closure()
+            finally:
+                self._behind.forget()
         self._base_step()
         return loss
 
@@ -283,7 +289,7 @@ class SAM(Optimizer):
         params, _ = self._params_and_rhos()
         begun = self._phase is Phase.PERTURBED or self._phase is Phase.READY
         kind = self.mask.kind(self.steps if begun else max(self.steps - 1, 0))
-        if self._selection is None and not (kind.everything and (begun or self.steps)):
+        if self._selection is None:
             raise RuntimeError("there is no mask before the first step: it is made in that step")
         return [m.clone() for m in expand(self._used_selection(kind, params), params)]
 
@@ -311,11 +317,8 @@ class SAM(Optimizer):
         self._phase = Phase.FIRST_PASS
         try:
             self._behind.choose(closure, self.base_optimizer, device_time=self.captured)
-            with self._behind.first_pass(self.mask.kind(self.steps)) as recording:
-                loss = closure()
-                if recording is not None:
-                    recording.outputs += tensors_in(loss)
-            return loss
+            with self._behind.first_pass(self.mask.kind(self.steps)):
+                return closure()
         finally:
             self._phase = Phase.IDLE
 
@@ -367,7 +370,7 @@ class SAM(Optimizer):
 
     def _update_mask(self, params: list[Tensor]) -> None:
         """Make the mask if this step is due for one, of parameters that are trained and lie behind the mask's cut."""
-        if not self.mask_is_due() or (self.mask.cut is not None and self.mask.cut not in self._behind.before):
+        if not self.mask_is_due():
             return
         eligible = self._eligible(params)
         indices = [i for i, e in enumerate(eligible) if e]
@@ -456,7 +459,7 @@ class SAM(Optimizer):
         self._selection = None if selection is None else settle(selection, params)
         self._updated_at = -1
         self._selected_from = list(own["selected_from"])
-        self._behind.load(own["behind"], params[0].device)
+        self._behind.load(own.get("behind", {}), params[0].device)
         self.steps = own["steps"]
         self.mask.seed = own["seed"]
         self._start()

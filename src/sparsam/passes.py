@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from sparsam.interception import is_compiled
 from sparsam.perturbation import restore, save
 from sparsam.randomness import RandomState, random_numbers_apart, random_state, set_random_state
 
@@ -52,12 +53,19 @@ class SecondPass:
         self._after_first = self._random_state()
         set_random_state(self._before_first)
 
+    def again(self) -> None:
+        """Start the second pass once more, with all modules."""
+        self.spare_nothing()
+        set_random_state(self._before_first)
+
     def spare_nothing(self) -> None:
         """Keep the statistics of the spared modules too: they are going to be called after all."""
-        self._keep(list(self._spared))
+        spared, self._spared = self._spared, ()
+        self._keep(list(spared))
 
     def _keep(self, modules: list[nn.Module]) -> None:
-        tracking = [module for module in modules if _tracks(module)]
+        compiled = {part for module in modules if is_compiled(module) for part in module.modules()}
+        tracking = [module for module in modules if module not in compiled and _tracks(module)]
         self._tracking += tracking
         self._statistics.append(SavedBuffers([m for m in modules if m not in set(tracking)], STATISTICS))
         for module in tracking:
@@ -104,7 +112,7 @@ class SavedBuffers:
     """
 
     def __init__(self, modules: Iterable[nn.Module], names: Collection[str]) -> None:
-        self._places = [place for place in _places(modules) if place[1] in names]
+        self._places = [place for place in _buffers(modules) if place[1] in names]
         self._saved = save(buffer for _, _, buffer in self._places)
 
     def restore(self) -> None:
@@ -120,7 +128,7 @@ def no_trace(model: nn.Module) -> Iterator[None]:
 
     The block works on copies of the buffers: a graph that has kept one of them does not find it changed.
     """
-    places = _places(model.modules())
+    places = _buffers(model.modules())
     copies = {buffer: buffer.clone() for _, _, buffer in places}
     with random_numbers_apart({p.device for p in model.parameters()}):
         try:
@@ -158,7 +166,7 @@ def _tracks(module: nn.Module) -> TypeGuard[_BatchNorm]:
     )
 
 
-def _places(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Tensor]]:
+def _buffers(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Tensor]]:
     return [
         (module, name, buffer) for module in modules for name, buffer in module._buffers.items() if buffer is not None
     ]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from sparsam.autograd_graph import leaf_of, node_of, tensors_in
 from sparsam.interception import Call
@@ -55,6 +56,7 @@ class Recording:
 
     cut: str
     devices: frozenset[torch.device]
+    trained: tuple[bool, ...]  # which parameters of the model are
     open: bool  # whether the gradient goes past the cut: the second pass cannot start there
     obstacle: str = ""  # why it is open, or why the second pass cannot start at the cut
     arguments: Kept | None = None  # of the outermost call: the batch
@@ -65,12 +67,13 @@ class Recording:
     before: Before | None = None
     random: RandomState = field(default_factory=dict)  # at the cut
     crossed: list[bool] = field(default_factory=list)  # not empty if a gradient arrived before the cut
-    outputs: list[Tensor] = field(default_factory=list)  # of the model and of the closure
+    outputs: list[Tensor] = field(default_factory=list)  # of the model
+    hooks: list[RemovableHandle] = field(default_factory=list)  # that notice such a gradient
 
     @property
-    def path(self) -> tuple[str, ...]:
-        """The cut and the modules that were called before it."""
-        return (self.cut, *(call.name for call in self.calls))
+    def path(self) -> tuple[Any, ...]:
+        """The cut, the modules that were called before it, and what is trained."""
+        return (self.cut, *(call.name for call in self.calls), self.trained)
 
     def stay_open(self, obstacle: str) -> None:
         """Let the gradient go past the cut, and say why."""
@@ -167,7 +170,7 @@ class Recorder:
             if node is None or node in self._watched or leaf_of(node) is not None:
                 continue
             self._watched.add(node)
-            node.register_prehook(lambda _: crossed.append(True))
+            self.recording.hooks.append(node.register_prehook(lambda _: crossed.append(True)))
             if deep:
                 todo += [target for target, _ in node.next_functions]
 

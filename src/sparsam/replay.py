@@ -24,7 +24,6 @@ Whatever does not fit is computed in full in the second pass: exact all the same
 
 from __future__ import annotations
 
-import difflib
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -38,6 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsam.autograd_graph import leaf_of, nodes_behind, tensors_in
 from sparsam.interception import intercepted, is_compiled
+from sparsam.modules import Places, bare, places_of
 from sparsam.recording import Before, EndOfGradient, Recorder, Recording
 from sparsam.reuse import Reuse
 
@@ -54,16 +54,20 @@ class Replay:
     def __init__(self, model: nn.Module) -> None:
         self.wrapper, self.model = model, bare(model)
         self.recording: Recording | None = None
-        self._ways: dict[tuple[str, ...], _Way] = {}  # by path
-        self._places: dict[str, _Places] = {}  # by cut
+        self._ways: dict[tuple[Any, ...], _Way] = {}  # by path
+        self._places: dict[str, Places] = {}  # by cut
         self._ahead: list[tuple[str, nn.Module]] = []  # modules before the cut, from the next step on
+        self.doubtful = (
+            False  # whether the latest second pass may have used a tensor without values, for the first time
+        )
+        self._trusted: set[tuple[Any, ...]] = set()  # ways on which that was found to be harmless
         self._equal_copies = False  # whether the closure makes its batch anew in each call, with the same values
         self._off: str | None = None  # why replay is not even tried
         self._warned = False
 
     def __getstate__(self) -> dict[str, Any]:
         # Identities of parameters and whatever a step left do not travel.
-        return {**self.__dict__, "recording": None, "_ways": {}, "_places": {}, "_ahead": []}
+        return {**self.__dict__, "recording": None, "_ways": {}, "_places": {}, "_ahead": [], "_trusted": set()}
 
     # ------------------------------------------------------------------------------------------ first pass
 
@@ -78,13 +82,18 @@ class Replay:
         if self._ahead and cut in self._places:
             self._places[cut] = self._places[cut]._replace(before=self._ahead)
         self._ahead = []
-        recording = Recording(cut, frozenset(p.device for p in self.model.parameters()), open=whole_gradient)
+        params = list(self.model.parameters())
+        devices, trained = frozenset(p.device for p in params), tuple(p.requires_grad for p in params)
+        recording = Recording(cut, devices, trained, open=whole_gradient)
         recorder = Recorder(recording, self._look, self._needs_gradient)
         sync = self.wrapper.no_sync() if isinstance(self.wrapper, DistributedDataParallel) else nullcontext()
         with sync, self._intercepted(cut, recorder):
             yield recording
-        self.recording = recording
+        for hook in recording.hooks:
+            hook.remove()
         self._learn(recording)
+        recording.outputs.clear()
+        self.recording = recording
 
     def parameters_before(self) -> frozenset[Tensor] | None:
         """Return the parameters that lie before the cut; None if the first pass was not seen to come to it."""
@@ -96,8 +105,10 @@ class Replay:
         recording = self.recording
         if recording is None or recording.open:
             return set()
-        past = {call.name for call in recording.calls} - recording.behind
-        return {module for name in past for module in self.model.get_submodule(name).modules()}
+        return self._inside({call.name for call in recording.calls}) - self._inside({recording.cut, *recording.behind})
+
+    def _inside(self, names: set[str]) -> set[nn.Module]:
+        return {module for name in names for module in self.model.get_submodule(name).modules()}
 
     def _look(self, recording: Recording) -> Before:
         """Find out what lies before the cut that was just reached."""
@@ -161,6 +172,8 @@ class Replay:
         with self._intercepted(recording.cut, reuse):
             yield
         self._equal_copies = reuse.equal_copies
+        self.doubtful = reuse.blind and recording.path not in self._trusted
+        self._trusted.add(recording.path)
         if reuse.another_batch:
             self._off = reuse.stopped
         self._warn(reuse.stopped)
@@ -195,7 +208,7 @@ class Replay:
     def _intercepted(self, cut: str, calls: Recorder | Reuse) -> AbstractContextManager[None]:
         places = self._places.get(cut)
         if places is None or self.model.get_submodule(cut) is not places.cut:
-            places = self._places[cut] = _places(self.model, cut)
+            places = self._places[cut] = places_of(self.model, cut)
         compiled = [name for name, module in [("", self.wrapper), *places.around] if is_compiled(module)]
         if compiled:
             what = repr(compiled[0]) if compiled[0] else "the model"
@@ -215,6 +228,11 @@ class Replay:
             self._warned = True
             warnings.warn(f"the second pass is computed in full, exact but slower: {reason}", stacklevel=6)
 
+    def give_up(self, reason: str) -> None:
+        """Compute every second pass in full from now on."""
+        self._off = reason
+        self._warn(reason)
+
     def warn_two_step(self) -> None:
         """Say that only step(closure) saves time."""
         self._warn("only step(closure) can start it at the cut, first_step() and perturbed() cannot")
@@ -225,59 +243,3 @@ class _Way(NamedTuple):
 
     before: Before
     custom: bool  # whether the graph behind the cut holds functions that torch does not know
-
-
-# ------------------------------------------------------------------------------------------------------ modules
-
-
-def bare(model: nn.Module) -> nn.Module:
-    """Return the model inside a DistributedDataParallel, or a compiled one's original."""
-    for inside in ("module", "_orig_mod"):
-        if inside in model._modules and (inside == "_orig_mod" or isinstance(model, DistributedDataParallel)):
-            return bare(model.get_submodule(inside))
-    return model
-
-
-def get_module(model: nn.Module, name: str) -> nn.Module:
-    """Return a module by its dotted name; an unknown name gives an error with the closest ones."""
-    modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
-    if name not in modules:
-        close = difflib.get_close_matches(str(name), modules, 3) or [n for n in modules if n][:8]
-        raise ValueError(f"cut must be the name of a module, such as {', '.join(map(repr, close))}, but is {name!r}")
-    return modules[name]
-
-
-def parameters_before_by_order(model: nn.Module, cut: str) -> frozenset[Tensor]:
-    """Return the parameters that are registered before a module and not in it: a guess that needs no forward pass."""
-    inside = set(get_module(model, cut).parameters())
-    before = []
-    for p in model.parameters():
-        if p in inside:
-            break
-        before.append(p)
-    return frozenset(before)
-
-
-class _Places(NamedTuple):
-    """Where a cut lies in a model: modules, with their names."""
-
-    around: list[tuple[str, nn.Module]]
-    before: list[tuple[str, nn.Module]]  # the outermost ones that code around the cut can call, also behind it
-    cut: nn.Module
-
-
-def _places(model: nn.Module, cut: str) -> _Places:
-    places = _Places([], [], get_module(model, cut))
-    todo = [("", model)]
-    while todo:
-        name, module = todo.pop()
-        places.around.append((name, module))
-        for child_name, child in module.named_children():
-            full = f"{name}.{child_name}" if name else child_name
-            if child is places.cut:
-                continue
-            if f"{cut}.".startswith(f"{full}.") or type(child) in (nn.ModuleList, nn.ModuleDict):
-                todo.append((full, child))
-            else:
-                places.before.append((full, child))
-    return places

@@ -34,7 +34,7 @@ class Reuse:
         self._next = 0  # of the recorded calls
         self._given: Any = None  # what the module at the cut was called with
         self._blanks: list[weakref.ref[Tensor]] = []
-        self._blind = False  # whether something may have been computed of a blank
+        self.blind = False  # whether something may have been computed of a blank
 
     def model(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the whole model."""
@@ -86,8 +86,9 @@ class Reuse:
             return True
         if not all(_alike(a, b) for a, b in pairs):
             return False
-        # Made anew in each call: whether with the same values is looked at once, because that takes waiting.
-        self.equal_copies = self.equal_copies or all(torch.equal(a, b) for a, b in pairs)
+        # Made anew in each call: on a GPU, which would have to be waited for, the values are compared only once.
+        if not self.equal_copies or all(a.device.type == "cpu" for a, _ in pairs):
+            self.equal_copies = all(torch.equal(a, b) for a, b in pairs)
         return self.equal_copies
 
     def _blank(self, past: PastCall) -> Any:
@@ -96,12 +97,12 @@ class Reuse:
         self._blanks += [weakref.ref(t) for t in tensors_in(blank)]
         # The next module, if it is the one that worked in place, returns the values again.
         following = self.recording.calls[self._next : self._next + 1]
-        self._blind = self._blind or not any(call.output.value is past.output.value for call in following)
+        self.blind = self.blind or not any(call.output.value is past.output.value for call in following)
         return blank
 
     def _stop(self, reason: str) -> None:
         """Compute the rest in full; what was handed out so far is what the second pass would have computed."""
-        if self._blind or any(blank() is not None for blank in self._blanks):
+        if self.blind or any(blank() is not None for blank in self._blanks):
             raise RuntimeError(
                 f"the second pass cannot be completed: {reason}, right after a tensor that the first pass had changed "
                 f"in place. Use a mask without a cut, or avoid the in-place operation"

@@ -205,7 +205,7 @@ def cuts(
     if budget is not None:
         check_budget(budget)
     with Console(stderr=True).status("Measuring ...", refresh_per_second=2):  # drawing delays what is measured
-        costs = cuts_module.measure(recipe, images, place)
+        costs = cuts_module.measure(recipe, images, place, budget)
     cuts_module.show(recipe, images, costs, place, budget)
 
 

@@ -60,7 +60,7 @@ def load(model: str, *, batch_size: int | None, precision: str | None, **shape: 
     return recipe, images._replace(**{key: value for key, value in shape.items() if value is not None})
 
 
-def measure(recipe: Recipe, images: Images, device: torch.device) -> dict[Cut, float]:
+def measure(recipe: Recipe, images: Images, device: torch.device, budget: float | None = None) -> dict[Cut, float]:
     """Measure what a step of a recipe's network would cost from each cut, on random images."""
     if device.type == "cuda":
         torch.cuda.set_device(device)  # whose events take the time
@@ -81,7 +81,7 @@ def measure(recipe: Recipe, images: Images, device: torch.device) -> dict[Cut, f
 
     try:
         base = build_base(recipe, network, captured=False)
-        return cut_costs(network, closure, base, device_time=_captured(recipe))
+        return cut_costs(network, closure, base, device_time=_captured(recipe), limit=budget)
     except RuntimeError as error:  # what torch says of images too small for a network, and of too little memory
         raise ValueError(f"{recipe.model.name} could not take {_batch(recipe, images)}: {error}") from error
 

@@ -93,7 +93,22 @@ def gradients(
     module.show(runs, results, output)
 
 
-COMMANDS = (sharpness, gradients)
+def masks(runs: Runs, output: Output = Path("runs/analysis")) -> None:
+    """Draw which layers the masks of runs perturb, and how the masks move from epoch to epoch.
+
+    Example:
+    ```
+    sparsam masks runs/demo/*-ssam-*-seed0
+    ```
+    """
+    from sparsam.analysis.mask_figure import draw_masks
+    from sparsam.training.rundir import RunDirectory
+
+    files = draw_masks([(run.name, RunDirectory(run).metrics()) for run in runs], output / "masks")
+    print(f"Figures: {', '.join(map(str, files))}")
+
+
+COMMANDS = (sharpness, gradients, masks)
 
 
 def told(text: str) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from sparsam.checks import check_choice, check_rho, check_share
 from sparsam.masks.base import Mask, Setting, StepKind
 from sparsam.masks.selection import Selection
-from sparsam.replay import bare, get_module
+from sparsam.modules import bare, get_module
 
 NORMS = ("perturbed", "whole")
 FULL_COST = 2.0  # of a step that perturbs everything, in base steps
@@ -56,6 +56,8 @@ class BudgetMask(Mask):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a module, but is {model!r}")
+        if isinstance(model, nn.DataParallel):
+            raise TypeError("model must not be a DataParallel, whose copies run elsewhere; use DistributedDataParallel")
         check_budget(budget)
         check_share("full", full)
         if full_rho is not None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from sparsam.randomness import random_state, set_random_state
 from sparsam.training.progress import Progress
 from sparsam.training.recipe import Recipe, RecipeError, load_recipe
 from sparsam.training.rundir import RunDirectory
@@ -38,7 +39,7 @@ def compare_recipes(
             those of `sam` to recipes with SAM.
         device: Where to train.
         at_once: How many runs take turns on the device, a step each; on a GPU they overlap, on streams of their own.
-            Step times are then not those of a run alone.
+            Their step times and memory would not be those of a run alone, so summaries of such runs have none.
         progress: Makes the one who is told, anew for each run.
     """
     planned = []
@@ -49,6 +50,8 @@ def compare_recipes(
             if (path / "recipe.json").is_file() and RunDirectory(path).recipe() != recipe:
                 raise RecipeError(f"{path} holds a run of another recipe; choose another --output or delete it")
             planned.append((recipe, path))
+    if at_once > 1 and len({recipe.train.deterministic for recipe, _ in planned}) > 1:
+        raise RecipeError("runs at once must agree in train.deterministic, which holds for the whole process")
     if len({path for _, path in planned}) < len(planned):
         raise RecipeError("the recipes must have different names, but two have the same")
 
@@ -69,34 +72,56 @@ def compare_recipes(
 
 def _take_turns(waiting: Iterable[Callable[[], Trainer]], at_once: int, device: torch.device) -> None:
     """Train `at_once` runs side by side, a step each in turn, until none is left."""
-    waiting = iter(waiting)
-    running: dict[Trainer, tuple[Iterator[None], Any]] = {}
-    interrupted: list[Interrupted] = []
+    waiting, turns = iter(waiting), deque[_Turns]()
+    stopped: list[Exception] = []
 
     def stop() -> None:
-        nonlocal waiting
-        waiting = iter(())
-        for run in running:
-            run.stop()
+        stopped.append(Interrupted("stopped before the next run was begun"))
+        for turn in turns:
+            turn.run.stop()
 
     with stopping_on_signals(stop):
         while True:
-            while len(running) < at_once and (start := next(waiting, None)):
-                run = start()
-                running[run] = (run.steps(), _stream(device) if at_once > 1 else None)
-            if not running:
+            while len(turns) < at_once and not stopped and (start := next(waiting, None)):
+                turns.append(_Turns(start(), device, alone=at_once == 1))
+                if stopped:  # while it was being made
+                    turns[-1].run.stop()
+            if not turns:
                 break
-            for run, (steps, stream) in list(running.items()):
-                try:
-                    with torch.cuda.stream(stream):
-                        next(steps)
-                except StopIteration:
-                    del running[run]
-                except Interrupted as stopped:
-                    del running[run]
-                    interrupted.append(stopped)
-    if interrupted:
-        raise interrupted[0]
+            try:
+                turns[0].take()
+                turns.rotate(-1)
+            except StopIteration:
+                turns.popleft()
+            except Exception as error:  # the others are saved before it is told
+                turns.popleft()
+                stopped.insert(0, error)
+                stop()
+    if stopped:
+        raise stopped[0]
+
+
+class _Turns:
+    """A run that takes turns with others: its steps, its stream, and its random numbers, which others must not move."""
+
+    def __init__(self, run: Trainer, device: torch.device, *, alone: bool) -> None:
+        self.run, self.device, self.alone = run, device, alone
+        run.shared = not alone
+        self._steps = run.steps()
+        self._stream = None if alone else _stream(device)
+        self._random = random_state([device])
+
+    def take(self) -> None:
+        """Take one step."""
+        if self.alone:
+            next(self._steps)
+            return
+        set_random_state(self._random)
+        with torch.cuda.stream(self._stream):
+            try:
+                next(self._steps)
+            finally:
+                self._random = random_state([self.device])
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream | None:

@@ -261,6 +261,12 @@ def _override(values: dict[str, Any], override: str) -> None:
 def _check_together(recipe: Recipe) -> None:
     if not recipe.sam.enabled and recipe.mask != Mask():
         raise RecipeError("mask has no meaning where sam.enabled is false; leave the table out")
+    mask = recipe.mask
+    if recipe.sam.enabled and mask.kind == "budget":
+        if recipe.train.precision == "fp16":
+            raise RecipeError("train.precision must be fp32 or bf16 for mask.kind = budget: fp16 steps have no closure")
+        if not mask.cut and 1 + mask.full > mask.budget:
+            raise RecipeError(f"mask.budget must be above 1 + mask.full, {1 + mask.full:g}, but is {mask.budget:g}")
     unused = [key for key in ("crop_padding", "flip", "cutout") if getattr(recipe.data, key)]
     if recipe.data.name == "imagefolder" and unused:
         raise RecipeError(

@@ -77,6 +77,7 @@ class Trainer:
         self.best = {"accuracy": -1.0, "epoch": 0}
         self.peak_memory_mb: float | None = None  # of the epoch
         self.mask_history = MaskHistory()
+        self.shared = False  # whether other runs are trained on the device at the same time
         self._stop = False
 
     # ------------------------------------------------------------------------------------------- the run
@@ -274,9 +275,9 @@ class Trainer:
             "best_accuracy": self.best["accuracy"],
             "best_epoch": self.best["epoch"],
             "evaluated_on": self.recipe.evaluated_on,
-            "step_ms": statistics.median(m["step_ms"] for m in epochs),
-            "seconds": epochs[-1]["elapsed"],
-            "peak_memory_mb": epochs[-1]["peak_memory_mb"],
+            "step_ms": None if self.shared else statistics.median(m["step_ms"] for m in epochs),
+            "seconds": None if self.shared else epochs[-1]["elapsed"],
+            "peak_memory_mb": None if self.shared else epochs[-1]["peak_memory_mb"],
             "perturbed": epochs[-1]["perturbed"],
             "cut": self.cut,
             "theoretical_flops": theoretical_flops(epochs[-1]["perturbed"]),
