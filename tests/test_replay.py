@@ -7,6 +7,7 @@ import copy
 import functools
 import gc
 import pickle
+import time
 import weakref
 from collections import Counter
 
@@ -448,3 +449,32 @@ def choose_on_rank(rank: int, folder: str) -> None:
 def test_distributed_ranks_take_the_cut_that_rank_zero_chose(tmp_path):
     mp.spawn(choose_on_rank, (str(tmp_path),), nprocs=2)
     assert [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)] == ["8", "8"]
+
+
+def measure_on_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+    model, batch = DistributedDataParallel(net), (torch.randn(32, 64), torch.randint(0, 64, (32,)))
+    mask = BudgetMask(model, budget=1.9)
+    opt = SAM(model.parameters(), torch.optim.SGD, rho=RHO, mask=mask, **BASE)
+    for _ in range(2):
+        opt.step(closure_of(model, opt.zero_grad, batch))
+    torch.save((mask.cut, net.state_dict()), f"{folder}/rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+@distributed
+def test_distributed_ranks_measure_together(tmp_path):
+    """Nothing is patched: the ranks' clocks differ, and must not make them call their closures unequally often."""
+    processes = mp.spawn(measure_on_rank, (str(tmp_path),), nprocs=2, join=False)
+    deadline = time.monotonic() + 120
+    while not processes.join(timeout=5):
+        if time.monotonic() > deadline:
+            for process in processes.processes:
+                process.kill()
+            pytest.fail("the ranks wait for each other")
+    (cut, one), (other_cut, other) = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+    assert cut == other_cut
+    assert all(torch.equal(one[name], other[name]) for name in one)

@@ -570,3 +570,93 @@ def test_nothing_is_compiled_again_in_every_step(how):
         for _ in range(3):
             opt.step(closure)
     assert len(graphs) == compiled > 0
+
+
+class DetachedAcross(nn.Module):
+    """Uses a value behind the cut that code before it has changed in place, without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu_(self.a(x))
+        scale = h.detach().abs().mean()
+        return self.c(self.b(h).relu()) / scale
+
+
+def test_values_that_were_not_kept_are_noticed_in_the_first_step():
+    torch.manual_seed(0)
+    model = DetachedAcross().double()
+    plain = Plain(copy.deepcopy(model), ("a.", "b."))
+    opt = SAM(model.parameters(), torch.optim.SGD, rho=RHO, mask=BudgetMask(model, cut="c"), **BASE)
+    with pytest.warns(UserWarning, match="changed in place there, are used behind it") as record:
+        for _ in range(3):
+            result = snapshot(model, opt.step(closure_of(model, opt.zero_grad, vectors())))
+            expected = plain.step(closure_of(plain.model, plain.zero_grad, vectors()))
+            assert differences(result, snapshot(plain.model, expected)) == []
+    assert len(record) == 1
+    assert record[0].filename == __file__  # the user's line
+
+
+def test_a_norm_inside_modules_on_both_sides_moves_as_in_two_whole_passes():
+    norm = nn.BatchNorm1d(8)
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(6, 8), norm), nn.Sequential(nn.ReLU(), norm), nn.Linear(8, 3)
+    ).double()
+    opt = SAM(model.parameters(), torch.optim.SGD, rho=RHO, mask=BudgetMask(model, cut="1"), **BASE)
+    opt.step(closure_of(model, opt.zero_grad, vectors()))
+    assert norm.num_batches_tracked == 2  # twice in one forward pass
+
+
+def test_a_suffix_that_is_frozen_later():
+    model = Chain().double()
+    opt = SAM(model.parameters(), torch.optim.SGD, rho=RHO, mask=BudgetMask(model, cut="blocks.1"), **BASE)
+    closure = closure_of(model, opt.zero_grad, vectors())
+    opt.step(closure)
+    for name, p in model.named_parameters():
+        p.requires_grad_(name.startswith(BEFORE))
+    with pytest.warns(UserWarning, match="nothing behind 'blocks.1' is trained"):
+        opt.step(closure)
+
+
+def test_an_error_between_the_passes_leaves_nothing_behind():
+    model = Chain().double()
+    opt = SAM(model.parameters(), torch.optim.SGD, rho=RHO, mask=BudgetMask(model, cut="blocks.1"), **BASE)
+
+    def without_backward():
+        opt.zero_grad()
+        return loss_of(model(vectors()[0]), vectors()[1])
+
+    with pytest.raises(RuntimeError, match="no parameter has a gradient"):
+        opt.step(without_backward)
+    assert opt._behind.replay.recording is None
+
+
+def test_full_steps_alone_are_sam():
+    model = Chain().double()
+    plain = copy.deepcopy(model)
+    for m, mask in ((model, BudgetMask(model, cut="blocks.1", full=1.0)), (plain, None)):
+        opt = SAM(m.parameters(), torch.optim.SGD, rho=RHO, mask=mask, model=m, **BASE)
+        torch.manual_seed(0)
+        for _ in range(3):
+            opt.step(closure_of(m, opt.zero_grad, vectors()))
+        assert all(mask.all() for mask in opt.masks())
+        assert not opt.mask_is_due()
+    assert differences(snapshot(model), snapshot(plain)) == []
+
+
+def test_without_a_closure_a_cut_may_be_a_module_without_weights():
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+    opt = SAM(model.parameters(), torch.optim.SGD, rho=RHO, mask=BudgetMask(model, cut="1"), **BASE)
+    loss_of(model(vectors()[0]), vectors()[1]).backward()
+    with pytest.warns(UserWarning, match="only step"), opt.perturbed():
+        assert [bool(m.all()) for m in opt.masks()] == [False, False, True, True]
+
+
+def test_a_budget_without_a_closure_is_refused():
+    model = Chain().double()
+    opt = SAM(model.parameters(), torch.optim.SGD, rho=RHO, mask=BudgetMask(model), **BASE)
+    loss_of(model(vectors()[0]), vectors()[1]).backward()
+    with pytest.raises(RuntimeError, match=r"a budget is measured in step\(closure\), but this step has no closure"):
+        opt.first_step()

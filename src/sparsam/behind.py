@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from sparsam.costs import cut_costs
 from sparsam.distributed import value_of_rank_zero
 from sparsam.masks import BudgetMask, Mask, StepKind
-from sparsam.masks.budget import FULL_COST, choose_cut
+from sparsam.masks.budget import choose_cut, step_limit
 from sparsam.modules import parameters_before_by_order
 from sparsam.perturbation import gradient_norm
 from sparsam.recording import Recording
@@ -84,8 +84,8 @@ class BehindCut:
         cut = kind.cut
         if isinstance(self.mask, BudgetMask) and self.mask.cut is None and not kind.everything:
             raise RuntimeError(
-                "a budget is measured in step(closure), but the first step has none: name a cut, such as "
-                "BudgetMask(model, cut='layer4'), to step without a closure"
+                "a budget is measured in step(closure), but this step has no closure: name a cut, as in "
+                "BudgetMask(model, cut='layer4') (in a recipe mask.cut), to step without one"
             )
         if cut is None or self.replay is None:
             return
@@ -132,11 +132,12 @@ class BehindCut:
         mask = self.mask
         if not isinstance(mask, BudgetMask) or mask.cut is not None:
             return
-        limit = (mask.budget - mask.full * FULL_COST) / (1 - mask.full) if mask.full < 1 else 0.0
+        limit = step_limit(mask.budget, mask.full)
         costs = cut_costs(mask.model, closure, base, device_time=device_time, limit=limit)
         # What fits on one rank may not fit on another, which then must not be alone with its error.
         by_name = value_of_rank_zero({cut.name: cost for cut, cost in costs.items()})
         mask.cut = choose_cut(by_name, mask.budget, mask.full)
+        mask.cost = by_name[mask.cut]
 
     # ------------------------------------------------------------------------------------------------ state
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from sparsam.autograd_graph import leaf_of, node_of, nodes_behind, tensors_in
-from sparsam.interception import Call, intercepted
+from sparsam.interception import Call, intercepted, is_compiled
 from sparsam.modules import bare
 from sparsam.passes import no_trace
 from sparsam.recording import Kept, in_backward, keep, same_tensors
@@ -61,6 +61,8 @@ def find_cuts(
     >>> [(cut.name, cut.weights) for cut in find_cuts(model, lambda: model(x).sum().backward(), passes=0)]
     [('0', 1.0), ('2', 0.3103448275862069)]
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, but is a {type(model).__name__}; pass the model, not its parameters")
     with no_trace(model):
         places = _cut_weights(bare(model), run)
     steps: dict[str, float] = {}
@@ -106,7 +108,12 @@ def _cut_weights(model: nn.Module, run: Callable[[], Any]) -> dict[str, float]:
             roots.extend(tensors_in(output))
         return output
 
-    with intercepted({module: partial(visit, name) for name, module in model.named_modules()}):
+    # Inside of what is compiled nobody can stand, and torch.compile would try to compile this file.
+    inside = {
+        part for module in model.modules() if is_compiled(module) for part in module.modules() if part is not module
+    }
+    visible = {module: partial(visit, name) for name, module in model.named_modules() if module not in inside}
+    with intercepted(visible):
         loss = run()
     nodes = nodes_behind([*roots, *tensors_in(loss)])
     edges = [

@@ -20,9 +20,13 @@ def bare(model: nn.Module) -> nn.Module:
 def get_module(model: nn.Module, name: str) -> nn.Module:
     """Return a module by its dotted name; an unknown name gives an error with the closest ones."""
     modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
-    if name not in modules:
+    if not isinstance(name, str) or name not in modules or not name:
+        given = repr(name) if isinstance(name, (str, int)) else f"a {type(name).__name__}"
         close = difflib.get_close_matches(str(name), modules, 3) or [n for n in modules if n][:8]
-        raise ValueError(f"cut must be the name of a module, such as {', '.join(map(repr, close))}, but is {name!r}")
+        raise ValueError(
+            f"cut must be the name of a module, such as {', '.join(map(repr, close))}, but is {given}; "
+            f"find_cuts(model, closure) and `sparsam cuts` list what can be cut"
+        )
     return modules[name]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeGuard
@@ -14,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from sparsam.interception import is_compiled
 from sparsam.perturbation import restore, save
 from sparsam.randomness import RandomState, random_numbers_apart, random_state, set_random_state
+from sparsam.warning import warn
 
 STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
@@ -92,11 +92,10 @@ class SecondPass:
         )
         if complete and differs and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 "the two passes of a SAM step drew different amounts of random numbers, so dropout and the like may "
                 "have differed between them. In two-step use, call zero_grad() right before the first forward pass: "
                 "from there on the second pass repeats torch's random numbers",
-                stacklevel=2,
             )
 
     def _random_state(self) -> RandomState:

@@ -24,7 +24,6 @@ Whatever does not fit is computed in full in the second pass: exact all the same
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -40,6 +39,7 @@ from sparsam.interception import intercepted, is_compiled
 from sparsam.modules import Places, bare, places_of
 from sparsam.recording import Before, EndOfGradient, Recorder, Recording
 from sparsam.reuse import Reuse
+from sparsam.warning import warn
 
 WAYS = 64  # to remember; a model with random depth has more
 
@@ -189,7 +189,7 @@ class Replay:
                 f"its blocks instead)"
             )
         if recording.forwards > 1:
-            return f"the closure ran the model {recording.forwards} times; give it one batch a step"
+            return f"the closure ran the model {recording.forwards} times, and only a single forward pass is replayed"
         if not recording.input.unchanged:
             return f"the input of {cut!r} is changed in place behind the cut"
         for past, following in zip_longest(recording.calls, recording.calls[1:]):
@@ -226,7 +226,7 @@ class Replay:
     def _warn(self, reason: str | None) -> None:
         if reason and not self._warned:
             self._warned = True
-            warnings.warn(f"the second pass is computed in full, exact but slower: {reason}", stacklevel=6)
+            warn(f"the second pass is computed in full, exact but slower: {reason}")
 
     def give_up(self, reason: str) -> None:
         """Compute every second pass in full from now on."""
@@ -235,7 +235,10 @@ class Replay:
 
     def warn_two_step(self) -> None:
         """Say that only step(closure) saves time."""
-        self._warn("only step(closure) can start it at the cut, first_step() and perturbed() cannot")
+        self._warn(
+            "only step(closure) can start it at the cut, first_step() and perturbed() cannot (nor can they see what "
+            "lies behind the cut: the order in which modules were registered has to do)"
+        )
 
 
 class _Way(NamedTuple):

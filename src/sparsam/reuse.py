@@ -78,7 +78,7 @@ class Reuse:
             self._stop("the closure gave the model other arguments in its second call")
         elif not kept.unchanged or not self._is_same_batch((args, kwargs), kept.value):
             self.another_batch = True
-            self._stop("the closure gave the model another batch in its second call")
+            self._stop("the closure gave the model another batch in its second call (is that meant?)")
 
     def _is_same_batch(self, here: Any, there: Any) -> bool:
         pairs = list(zip_longest(tensors_in(here), tensors_in(there)))

@@ -202,6 +202,8 @@ def cuts(
         model, batch_size=batch_size, precision=precision, size=image_size, classes=classes, channels=channels
     )
     place = find_device(device)
+    if budget is None and recipe.mask.kind == "budget" and not recipe.mask.cut:
+        budget = recipe.mask.budget
     if budget is not None:
         check_budget(budget)
     with Console(stderr=True).status("Measuring ...", refresh_per_second=2):  # drawing delays what is measured

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from sparsam.costs import cut_costs
 from sparsam.cuts import PASSES, WARM_UP, Cut
-from sparsam.masks.budget import choose_cut
+from sparsam.masks.budget import choose_cut, step_limit
 from sparsam.training import Recipe, load_recipe, recipe_from
 from sparsam.training.build import build_base, build_loss, build_network
 from sparsam.training.environment import processor
@@ -81,7 +81,13 @@ def measure(recipe: Recipe, images: Images, device: torch.device, budget: float 
 
     try:
         base = build_base(recipe, network, captured=False)
-        return cut_costs(network, closure, base, device_time=_captured(recipe), limit=budget)
+        return cut_costs(
+            network,
+            closure,
+            base,
+            device_time=_captured(recipe),
+            limit=None if budget is None else step_limit(budget, recipe.mask.full),
+        )
     except RuntimeError as error:  # what torch says of images too small for a network, and of too little memory
         raise ValueError(f"{recipe.model.name} could not take {_batch(recipe, images)}: {error}") from error
 
@@ -95,7 +101,7 @@ def show(
     chosen, refusal = None, None
     if budget is not None:
         try:
-            chosen = choose_cut({cut.name: cost for cut, cost in costs.items()}, budget)
+            chosen = choose_cut({cut.name: cost for cut, cost in costs.items()}, budget, recipe.mask.full)
         except ValueError as error:
             refusal = error
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
@@ -113,7 +119,7 @@ def show(
     console.print(_caption(recipe, images, device), style="dim")
     if refusal:
         raise refusal
-    example = chosen or min(costs, key=lambda cut: abs(costs[cut] - USUAL_COST)).name
+    example = chosen or min(costs, key=lambda cut: abs(costs[cut] - USUAL_COST)).name  # about 1.25
     console.print("To perturb only what lies behind a cut, and to compute nothing before it twice:")
     console.print(f'  BudgetMask(model, cut="{example}")')
 

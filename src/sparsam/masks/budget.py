@@ -32,8 +32,8 @@ class BudgetMask(Mask):
 
     Args:
         model: The network that is trained; in distributed training the DistributedDataParallel around it.
-        budget: What the mean step may cost, in base steps: above 1.
-        cut: The module before which the cut lies, such as "layer4": nothing is measured.
+        budget: What the mean step may cost, in base steps: above 1. Two runs may measure different cuts.
+        cut: The module before which the cut lies, such as "layer4": nothing is measured, and the budget has no say.
         full: The share of the steps that perturb everything, evenly spread over training, in [0, 1].
         full_rho: The radius of those steps; None: the groups' rho, as in all others.
         norm: What the perturbation is divided by. "perturbed": the norm of the gradient behind the cut. "whole": that
@@ -55,16 +55,20 @@ class BudgetMask(Mask):
         within: Mask | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a module, but is {model!r}")
+            raise TypeError(
+                f"model must be a module, but is a {type(model).__name__}; pass the model, not its parameters"
+            )
         if isinstance(model, nn.DataParallel):
             raise TypeError("model must not be a DataParallel, whose copies run elsewhere; use DistributedDataParallel")
         check_budget(budget)
         check_share("full", full)
         if full_rho is not None:
             check_rho(full_rho, "full_rho")
+            if not full:
+                raise ValueError("full_rho is the radius of full steps, but full is 0: there are none")
         check_choice("norm", norm, NORMS)
         if within is not None and (not isinstance(within, Mask) or isinstance(within, BudgetMask)):
-            raise TypeError(f"within must be another kind of mask, but is {within!r}")
+            raise TypeError(f"within must be a mask of another kind, but is a {type(within).__name__}")
         if cut is not None:
             get_module(bare(model), cut)
         elif 1 + full > budget:
@@ -77,6 +81,7 @@ class BudgetMask(Mask):
         self.model, self.budget, self.full, self.norm = model, float(budget), float(full), norm
         self.full_rho = None if full_rho is None else float(full_rho)
         self.named_cut = self.cut = cut
+        self.cost: float | None = None  # of a step from a measured cut, in base steps
 
     @property
     def seed(self) -> int:
@@ -98,13 +103,17 @@ class BudgetMask(Mask):
         """Return what a resumed run must have in common with the saved one."""
         return {
             **super().settings(),
-            "budget": self.budget,
+            "budget": self.budget if self.named_cut is None else None,
             "cut": self.named_cut,
             "full": self.full,
             "full_rho": self.full_rho,
             "norm": self.norm,
             "within": self.within.settings() if self.within else None,
         }
+
+    def __repr__(self) -> str:
+        measured = f" cut before {self.cut!r}" if self.cut is not None and self.named_cut is None else ""
+        return super().__repr__() + measured
 
     def kind(self, step: int) -> StepKind:
         """Return whether a step is a full one: of the first n steps floor(n * full) are."""
@@ -121,6 +130,15 @@ def check_budget(budget: float) -> None:
     """Refuse a budget that pays for no perturbation at all."""
     if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 1 < budget < math.inf:
         raise ValueError(f"budget must be a number above 1, what the base step alone costs, but is {budget!r}")
+
+
+def step_limit(budget: float, full: float) -> float:
+    """Return what a step from the cut may cost, if the mean step, with a share of full ones, is to keep the budget.
+
+    >>> round(step_limit(1.45, full=0.25), 3)
+    1.267
+    """
+    return (budget - full * FULL_COST) / (1 - full) if full < 1 else 0.0
 
 
 def choose_cut(costs: dict[str, float], budget: float, full: float = 0.0) -> str:
@@ -141,7 +159,10 @@ def choose_cut(costs: dict[str, float], budget: float, full: float = 0.0) -> str
         if mean <= budget:
             return cut
     if not means:
-        raise ValueError("the model has no cut: nothing of a step could be left out. Use another mask")
+        raise ValueError(
+            "the model has no cut that can be seen: nothing of a step could be left out (is it compiled as a whole? "
+            "then compile its blocks instead; does the closure run another model than the mask's?)"
+        )
     cheapest = min(means, key=lambda cut: means[cut])
     raise ValueError(
         f"budget must be at least {math.ceil(1000 * means[cheapest]) / 1000:g}, the mean step's cost at the cheapest "

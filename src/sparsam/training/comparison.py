@@ -59,7 +59,10 @@ def compare_recipes(
         gc.collect()  # the run before must not count in this one's memory
         if (path / "recipe.json").is_file():
             return old_run(path, device=device, progress=progress())
-        return new_run(recipe, path, device=device, progress=progress())
+        run = new_run(recipe, path, device=device, progress=progress())
+        others = [RunDirectory(p) for r, p in planned if r.name == recipe.name]
+        run.use_cut(next((other.summary().get("cut") for other in others if other.finished), None))
+        return run
 
     waiting = (
         partial(trainer, recipe, path)

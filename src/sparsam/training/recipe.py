@@ -34,7 +34,7 @@ def _setting(default: Any, allowed: str = "", holds: Callable[[Any], bool] = lam
 
 
 def _one_of(default: str, choices: tuple[str, ...]) -> Any:
-    return _setting(default, f"one of {', '.join(choices)}", lambda value: value in choices)
+    return _setting(default, f"one of {', '.join(c or 'nothing' for c in choices)}", lambda value: value in choices)
 
 
 def _share(default: float) -> Any:

@@ -94,6 +94,15 @@ class Trainer:
         """The module before which a BudgetMask cuts, once it has chosen."""
         return self.opt.mask.cut if isinstance(self.opt, SAM) else None
 
+    def use_cut(self, cut: str | None) -> None:
+        """Let a BudgetMask take the cut that another seed has measured, so that seeds do not differ in it."""
+        if cut is not None and isinstance(self.opt, SAM) and isinstance(self.opt.mask, BudgetMask):
+            self.opt.mask.cut = self.opt.mask.cut or cut
+
+    def _cost(self) -> str:
+        cost = getattr(getattr(self.opt, "mask", None), "cost", None)
+        return f", where a step was measured to cost {cost:.2f} base steps" if cost else ""
+
     def stop(self) -> None:
         """End the step that is being taken, save, and raise :class:`Interrupted`."""
         self._stop = True
@@ -135,7 +144,7 @@ class Trainer:
             if self._captured and self._captured.eager_because:
                 self.progress.remark(f"no CUDA graph: {self._captured.eager_because}")
             if self.cut:
-                self.progress.remark(f"perturbed is what lies behind the cut before {self.cut!r}")
+                self.progress.remark(f"perturbed is what lies behind the cut before {self.cut!r}{self._cost()}")
             if self._stop or (every and self.batch % every == 0):
                 self._synchronise()
                 self.seconds = time.perf_counter() - start
