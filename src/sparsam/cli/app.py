@@ -12,7 +12,7 @@ from rich.console import Console
 
 from sparsam._version import __version__
 from sparsam.cli import doctor as doctor_module
-from sparsam.cli.looking import COMMANDS, Device, find_device
+from sparsam.cli.looking import COMMANDS, Device, find_device, measure_missing
 from sparsam.cli.table import show_table
 from sparsam.data.cifar import CifarError
 from sparsam.data.image_folder import ImageFolderError
@@ -121,6 +121,10 @@ def compare(
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each recipe, with seeds 0, 1, ...")] = 1,
     settings: Set = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write.")] = Path("runs/compare"),
+    sharpness: Annotated[
+        float | None,
+        typer.Option(metavar="RHO", help="Measure how much the loss rises within RHO of the weights, and λ1."),
+    ] = None,
     at_once: Annotated[
         int, typer.Option(min=1, help="Runs that share the device; step times are then not those of a run alone.")
     ] = 1,
@@ -148,6 +152,8 @@ def compare(
         at_once=at_once,
         progress=lambda: LogProgress(epochs=False) if at_once > 1 else suitable_progress(epochs=False),
     )
+    if sharpness is not None:
+        measure_missing(runs, sharpness, find_device(device))
     _show(runs)
     page = write_report(runs, output / "report.html")
     rich.print(f"The page with curves and masks: {page}")

@@ -111,6 +111,18 @@ def masks(runs: Runs, output: Output = Path("runs/analysis")) -> None:
 COMMANDS = (sharpness, gradients, masks)
 
 
+def measure_missing(runs: list[Path], rho: float, device: Any) -> None:
+    """Measure the sharpness of those runs of which it is not known."""
+    from sparsam.analysis.results import read_result
+    from sparsam.analysis.run_sharpness import measure_sharpness
+
+    for run in runs:
+        if (run / "analysis" / "sharpness.json").is_file() and read_result(run, "sharpness")["rho"] == rho:
+            continue
+        with told(f"{run.name}: sharpness"):
+            measure_sharpness(run, rho=rho, device=device)
+
+
 def told(text: str) -> Any:
     """Show what is being done, on a terminal."""
     return Console(stderr=True).status(text)

@@ -320,7 +320,19 @@ def read_run(directory: Path) -> Run:
         theoretical_flops=None,
         extra={},
     )
-    return _with_summary(run, _Record.read(directory / "summary.json")) if finished else _with_metrics(run)
+    if not finished:
+        return _with_metrics(run)
+    run = _with_summary(run, _Record.read(directory / "summary.json"))
+    return replace(run, extra={**run.extra, **_sharpness(directory / "analysis" / "sharpness.json")})
+
+
+def _sharpness(path: Path) -> dict[str, float]:
+    """Return what `sparsam sharpness` has measured of a run, as columns of the table."""
+    if not path.is_file():
+        return {}
+    measured = _Record.read(path)
+    rise = f"Loss rise, ρ = {measured.number('rho'):g}"
+    return {rise: measured.number("worst_case"), "λ1": measured.number("lambda1")}
 
 
 def _with_summary(run: Run, summary: _Record) -> Run:
