@@ -20,7 +20,7 @@ $(READY): pyproject.toml constraints.txt src/sparsam/_version.py
 demo: $(READY)  ## train a small network on embedded data with SGD, SAM and sparse SAM, and compare
 	rm -rf runs/demo
 	$(BIN)/sparsam compare recipes/digits-sgd.toml recipes/digits-sam.toml recipes/digits-ssam-f.toml \
-		recipes/digits-ssam-d.toml recipes/digits-ssam-c.toml --seeds 3 --output runs/demo
+		recipes/digits-ssam-d.toml recipes/digits-ssam-c.toml --seeds 3 --sharpness 0.1 --output runs/demo
 
 test: $(READY)  ## all tests that need neither a GPU nor many minutes
 	$(BIN)/python -m pytest --numprocesses 2

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from sparsam._version import __version__
 from sparsam.cli import doctor as doctor_module
+from sparsam.cli.convergence import convergence
 from sparsam.cli.looking import COMMANDS, Device, find_device, measure_missing
 from sparsam.cli.table import show_table
 from sparsam.data.cifar import CifarError
@@ -235,7 +236,7 @@ def _accuracy(summary: dict[str, Any]) -> str:
     )
 
 
-for look in COMMANDS:
+for look in (*COMMANDS, convergence):
     app.command()(look)
 
 
