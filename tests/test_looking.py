@@ -1,0 +1,153 @@
+"""`sparsam sharpness`, `gradients` and `masks` on a run that was really trained, against numbers computed here."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from sparsam.data import load_digits
+from sparsam.data.augment import normalise
+from sparsam.masks.selection import random_generator
+from sparsam.models import build_model
+from sparsam.training import load_recipe, train
+from test_commands import sparsam
+
+FEW = ["--samples", 200, "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    path = tmp_path_factory.mktemp("looking") / "digits-ssam-f-seed0"
+    settings = ["train.epochs=2", "mask.samples=16", "mask.sparsity=0.8"]
+    train(load_recipe("recipes/digits-ssam-f.toml", settings), path, device=torch.device("cpu"))
+    return path
+
+
+def trained(run, count):
+    """The run's network and the images that commands look at, put together by hand."""
+    data = load_digits()
+    chosen = torch.randperm(len(data.train), generator=random_generator(0))[:count]
+    model = build_model("resnet-small", 10, channels=1)
+    saved = torch.load(run / "checkpoints" / "last.pt", weights_only=True)
+    model.load_state_dict(saved["model"])
+    x = normalise(data.train.x[chosen], torch.tensor(data.mean), torch.tensor(data.std))
+    return model.eval(), x, data.train.y[chosen], saved["optimizer"]["sparsam"]["selection"]
+
+
+def rise(model, x, y, rho, mask=None, adaptive=False):
+    """f(w + eps) - f(w) with SAM's eps, written out."""
+    params = list(model.parameters())
+    loss = F.cross_entropy(model(x), y)
+    g = torch.autograd.grad(loss, params)
+    w = [p.detach().clone() for p in params]
+    if adaptive:
+        norm = torch.stack([(a.abs() * b).square().sum() for a, b in zip(w, g, strict=True)]).sum().sqrt()
+        eps = [rho * a**2 * b / norm for a, b in zip(w, g, strict=True)]
+    else:
+        norm = torch.stack([b.square().sum() for b in g]).sum().sqrt()
+        eps = [rho * b / norm for b in g]
+    with torch.no_grad():
+        for p, e, m in zip(params, eps, mask or [True] * len(params), strict=True):
+            p += e * m
+        after = F.cross_entropy(model(x), y)
+        for p, a in zip(params, w, strict=True):
+            p.copy_(a)
+    return (after - loss).item()
+
+
+def test_sharpness_of_a_run(run):
+    text = sparsam("sharpness", run, "--rho", 0.2, "--noise", 3, *FEW).stdout
+    result = json.loads((run / "analysis" / "sharpness.json").read_text())
+    model, x, y, mask = trained(run, 200)
+    assert result["loss"] == pytest.approx(F.cross_entropy(model(x), y).item(), rel=1e-5)
+    assert result["worst_case"] == pytest.approx(rise(model, x, y, 0.2), rel=1e-3)
+    assert result["worst_case_masked"] == pytest.approx(rise(model, x, y, 0.2, mask), rel=1e-3)
+    assert result["worst_case_adaptive"] == pytest.approx(rise(model, x, y, 1.0, adaptive=True), rel=1e-3)
+    assert 0 < result["worst_case_masked"] < result["worst_case"]
+    params = list(model.parameters())
+    g = torch.autograd.grad(F.cross_entropy(model(x), y), params, create_graph=True)
+    v = [torch.randn_like(p) for p in params]
+    for _ in range(60):  # power iteration
+        length = torch.stack([t.square().sum() for t in v]).sum().sqrt()
+        v = [t / length for t in v]
+        product = torch.autograd.grad(g, params, v, retain_graph=True)
+        largest = sum((a * b).sum() for a, b in zip(product, v, strict=True)).item()
+        v = list(product)
+    assert result["lambda1"] == pytest.approx(largest, rel=0.03)
+    assert result["samples"] == 200
+    assert f"{result['worst_case']:.3g}" in text
+    again = sparsam("sharpness", run, "--redraw").stdout
+    assert again == text
+    report = sparsam("report", run, "--output", run.parent / "page.html").stdout
+    assert "Loss rise" in (run.parent / "page.html").read_text()
+    assert report
+
+
+def test_gradients_of_a_run(run, tmp_path):
+    command = ["gradients", run, "--rho", 0.2, "--batch-size", 50, "--batches", 2, "--output", tmp_path]
+    text = sparsam(*command, "--device", "cpu").stdout
+    result = json.loads((run / "analysis" / "gradients.json").read_text())
+    model, x, y, _ = trained(run, 100)
+    params = list(model.parameters())
+    below = total = 0
+    for part in (slice(0, 50), slice(50, 100)):
+        g = torch.autograd.grad(F.cross_entropy(model(x[part]), y[part]), params)
+        norm = torch.stack([b.square().sum() for b in g]).sum().sqrt()
+        w = [p.detach().clone() for p in params]
+        with torch.no_grad():
+            for p, b in zip(params, g, strict=True):
+                p += 0.2 * b / norm
+        h = torch.autograd.grad(F.cross_entropy(model(x[part]), y[part]), params)
+        with torch.no_grad():
+            for p, a in zip(params, w, strict=True):
+                p.copy_(a)
+        below += sum(int((((b - a).abs() < a.abs()) | (a == b)).sum()) for a, b in zip(g, h, strict=True))
+        total += sum(a.numel() for a in g)
+    assert result["below_zero"][""] == pytest.approx(below / total, abs=2e-3)  # a few are at the edge in float32
+    assert sum(result["counts"][""]) == total
+    assert f"{100 * result['below_zero']['']:.1f}" in text
+    figures = {p.name for p in tmp_path.iterdir()}
+    assert figures == {f"{n}.{s}" for n in ("gradients", f"gradients-{run.name}") for s in ("png", "svg")}
+    assert sparsam(*command[:2], "--redraw", "--output", tmp_path).stdout.split() == text.split()
+
+
+def test_masks_of_a_run(run, tmp_path):
+    sparsam("masks", run, "--output", tmp_path)
+    svg = (tmp_path / "masks.svg").read_text()
+    assert (tmp_path / "masks.png").stat().st_size > 10_000
+    assert "<svg" in svg
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert 0 < metrics[1]["mask_kept"] < 1
+
+
+def test_what_cannot_be_looked_at(run, tmp_path):
+    for arguments, text in [
+        (["sharpness", tmp_path], f"error: {tmp_path} is not the directory of a run: it has no recipe.json"),
+        (["gradients", tmp_path, "--redraw"], "error: there is no .*gradients.json; make it with: sparsam gradients"),
+        (["sharpness", run, "--rho", "-1"], "error: rho must be a finite number >= 0, but is -1.0"),
+        (["masks", tmp_path], "error: a run must have a mask to draw"),
+    ]:
+        assert re.search(text.replace("(", r"\("), sparsam(*arguments, code=1).stderr)
+
+
+def test_compare_measures_what_is_missing(tmp_path):
+    command = [
+        "compare",
+        "recipes/digits-sgd.toml",
+        "--set",
+        "train.epochs=1",
+        "--output",
+        tmp_path,
+        "--sharpness",
+        0.1,
+    ]
+    text = sparsam(*command, "--device", "cpu").stdout
+    assert "λ1" in text
+    file = tmp_path / "digits-sgd-seed0" / "analysis" / "sharpness.json"
+    before = file.stat().st_mtime_ns
+    sparsam(*command, "--device", "cpu")
+    assert file.stat().st_mtime_ns == before
