@@ -1,7 +1,18 @@
 """Seeing flatness: landscapes, Hessian spectra, gradient differences, sharpness, the theorems."""
 
 from sparsam.analysis.gradients import GradientDifference, gradient_difference
+from sparsam.analysis.hessian import Density, Eigenvalues, spectral_density, top_eigenvalues
 from sparsam.analysis.objective import Objective
 from sparsam.analysis.sharpness import average_case, worst_case
 
-__all__ = ["GradientDifference", "Objective", "average_case", "gradient_difference", "worst_case"]
+__all__ = [
+    "Density",
+    "Eigenvalues",
+    "GradientDifference",
+    "Objective",
+    "average_case",
+    "gradient_difference",
+    "spectral_density",
+    "top_eigenvalues",
+    "worst_case",
+]

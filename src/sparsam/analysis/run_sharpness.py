@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sparsam.analysis.hessian import top_eigenvalues
 from sparsam.analysis.objective import Objective
 from sparsam.analysis.results import write_result
 from sparsam.analysis.runs import load_objective, run_mask
@@ -66,6 +67,4 @@ def measure_sharpness(
 
 def largest_eigenvalue(objective: Objective) -> float:
     """Return the largest eigenvalue of the Hessian, to about a percent."""
-    from sparsam.analysis.hessian import top_eigenvalues
-
     return float(top_eigenvalues(objective, k=1, tolerance=1e-2).values[0])

@@ -38,18 +38,18 @@ def measure(
     """Measure one run; write RUN/analysis/hessian.json."""
     objective = load_objective(run, samples=samples, best=best, device=device)
     common: dict[str, Any] = {"memory_limit": memory, "seed": seed}
-    vectors = hessian.search_vectors(objective, top, products=products, memory_limit=memory)
-    used = hessian.basis_bytes(objective, max(vectors, steps)) / hessian.GIB
-    weights = hessian.weights_of(objective)
+    used = hessian.memory_needed(objective, k=top, products=products, steps=steps, memory_limit=memory)
     Console(stderr=True, highlight=False).print(
-        f"{run.name}: {weights:,} weights, {objective.count:,} images; vectors take up to {used:.2g} of {memory:g} GiB; "
-        f"at most {products} + {probes} × {min(steps, weights)} products",
+        f"{run.name}: {hessian.weights_of(objective):,} weights, {objective.count:,} images; at most {products} "
+        f"products for eigenvalues and {probes} × {steps} for the density; {used / hessian.GIB:.2g} GiB for vectors",
         style="dim",
     )
     with _bar(f"{run.name}: eigenvalues") as progress:
         found = hessian.top_eigenvalues(objective, top, products=products, progress=progress, **common)
     with _bar(f"{run.name}: density") as progress:
-        density = hessian.spectral_density(objective, probes=probes, steps=steps, progress=progress, **common)
+        density = hessian.spectral_density(
+            objective, probes=probes, steps=steps, known=found, progress=progress, **common
+        )
     result = {
         "method": RunDirectory(run).recipe().method,
         "eigenvalues": list(found.values),
@@ -60,6 +60,8 @@ def measure(
         "trace": density.trace,
         "trace_error": density.trace_error,
         "density": density.to_dict(),
+        "probes": probes,
+        "steps": steps,
         "loss": objective.loss().item(),
         "samples": objective.count,
         "seed": seed,
@@ -104,7 +106,7 @@ def _cells(result: dict[str, Any]) -> tuple[str, ...]:
     return (
         f"{values[0]:.4g}",
         f"{values[4]:.4g}" if fifth else NONE,
-        NONE if result["ratio"] is None else f"{result['ratio']:.3g}",
+        NONE if result["ratio"] is None else f"{result['ratio']:.2f}",
         f"{result['trace']:.4g}" + ("" if error is None else f" ± {error:.2g}"),
         f"{residuals[0]:.1e}" + (f", {residuals[4]:.1e}" if fifth else ""),
     )
@@ -114,7 +116,8 @@ def _cells(result: dict[str, Any]) -> tuple[str, ...]:
 def _bar(text: str) -> Iterator[hessian.Progress]:
     """Show a bar on a terminal, with the time that is left at most."""
     columns = (TextColumn(text), BarColumn(bar_width=20), TextColumn("{task.fields[left]}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(text, left="")
 
         def progress(done: int, total: int, left: float) -> None:

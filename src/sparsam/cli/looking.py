@@ -108,7 +108,54 @@ def masks(runs: Runs, output: Output = Path("runs/analysis")) -> None:
     print(f"Figures: {', '.join(map(str, files))}")
 
 
-COMMANDS = (sharpness, gradients, masks)
+def hessian(
+    runs: Runs,
+    top: Annotated[int, typer.Option(min=1, help="Eigenvalues to find.")] = 5,
+    products: Annotated[int, typer.Option(min=2, help="Hessian products to find them with, at most.")] = 100,
+    probes: Annotated[int, typer.Option(min=1, help="Random vectors for the density and the trace.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Hessian products of each of them.")] = 60,
+    memory: Annotated[float, typer.Option(help="GiB for vectors, at most; activations come on top.")] = 4.0,
+    samples: Samples = 10_000,
+    seed: Seed = 0,
+    best: Best = False,
+    redraw: Redraw = False,
+    output: Output = Path("runs/analysis"),
+    device: Device = None,
+) -> None:
+    """Measure the spectrum of the loss's Hessian: λ1, λ5, λ1/λ5, the trace, and the density of all eigenvalues.
+
+    The numbers are kept in RUN/analysis/hessian.json; docs/hessian.md says how to read the figure.
+
+    Example:
+    ```
+    sparsam hessian runs/demo/*-seed0
+    ```
+    """
+    from sparsam.cli import hessian as module
+
+    results, place = [], find_device(device)
+    for run in runs:
+        if redraw:
+            results.append(module.load(run))
+        else:
+            results.append(
+                module.measure(
+                    run,
+                    top=top,
+                    products=products,
+                    probes=probes,
+                    steps=steps,
+                    memory=memory,
+                    samples=samples,
+                    seed=seed,
+                    best=best,
+                    device=place,
+                )
+            )
+    module.show(runs, results, output)
+
+
+COMMANDS = (sharpness, hessian, gradients, masks)
 
 
 def measure_missing(runs: list[Path], rho: float, device: Any) -> None:

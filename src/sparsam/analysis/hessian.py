@@ -1,0 +1,357 @@
+r"""The curvature of the loss: the largest eigenvalues of its Hessian, the density of all of them, and their sum.
+
+.. math::  H = \nabla^2 f(w), \qquad H v_i = \lambda_i v_i, \qquad \lambda_1 \ge \lambda_2 \ge \dots \ge \lambda_n
+
+for the trainable weights, shared ones once, over all samples and with BatchNorm in eval mode, as
+:class:`~sparsam.analysis.objective.Objective` has it. H is known by its products only, one or some hundreds of them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sparsam.analysis.lanczos import Array, lanczos, largest, quadrature
+from sparsam.analysis.objective import Objective
+from sparsam.checks import check_number, check_whole
+from sparsam.masks.selection import flatten, random_generator, unflatten
+
+Progress = Callable[[int, int, float], object]
+"""Called after each product: products so far, products at most, seconds left at most."""
+
+GIB = 2**30
+WORKING = 4  # vectors beside V: the remainder, and in a product its sum and a batch's first and second derivative
+EIGENVALUES, DENSITY = 0, 1  # whose random numbers
+
+
+@dataclass(frozen=True)
+class Eigenvalues:
+    r"""The largest eigenvalues, and how far to trust them.
+
+    Each value is :math:`v^\top H v` and each residual :math:`\lVert H v - \lambda v \rVert` of a unit vector v, both
+    measured with a product of their own after the search: H has an eigenvalue within the residual of the value.
+
+    Attributes:
+        values: The largest first.
+        residuals: In the same order.
+        vectors: The unit vectors v, as rows of a matrix: all trainable weights, one parameter after the other.
+        products: How many it took.
+        converged: Whether each residual is at most the tolerance times the largest absolute eigenvalue found.
+    """
+
+    values: tuple[float, ...]
+    residuals: tuple[float, ...]
+    vectors: Tensor = field(repr=False, compare=False)
+    products: int
+    converged: bool
+
+    @property
+    def ratio(self) -> float | None:
+        """λ1/λ5; None where there is no λ5 above 0."""
+        return self.values[0] / self.values[4] if len(self.values) > 4 and self.values[4] > 0 else None
+
+
+@dataclass(frozen=True, eq=False)
+class Density:
+    r"""The density of all eigenvalues by stochastic Lanczos quadrature (Ghorbani, Krishnan and Xiao 2019).
+
+    .. math::  \phi(t) = \frac1n \sum_{i=1}^n \delta(t - \lambda_i)
+               \;\approx\; \frac1p \sum_{j=1}^p \sum_i \omega_{ji}\, \delta(t - \theta_{ji})
+
+    Attributes:
+        nodes: θ, a row for each of p probes.
+        weights: ω, the same; each row adds up to 1.
+        size: n, the number of weights of the model.
+
+    >>> density = Density(np.array([[3.0, 1.0]]), np.array([[0.25, 0.75]]), size=8)
+    >>> density.moment(1), density.trace
+    (1.5, 12.0)
+    """
+
+    nodes: Array
+    weights: Array
+    size: int
+
+    def moment(self, power: int) -> float:
+        r"""Return the estimate of :math:`\mathrm{tr}(H^k) / n`."""
+        return float(self._moments(power).mean())
+
+    @property
+    def trace(self) -> float:
+        """The sum of all eigenvalues, Hutchinson's estimate."""
+        return self.size * self.moment(1)
+
+    @property
+    def trace_error(self) -> float | None:
+        """The standard error of the trace; None for a single probe."""
+        found = self._moments(1)
+        return float(self.size * found.std(ddof=1) / len(found) ** 0.5) if len(found) > 1 else None
+
+    def curve(self, grid: Array | None = None, width: float | None = None) -> tuple[Array, Array]:
+        """Return points and the density there, every node widened to a normal distribution.
+
+        Args:
+            grid: The points; default: 2000 over all nodes, and beyond as far as the curve is not 0.
+            width: The standard deviation; default: 0.5 % of the range of the nodes.
+        """
+        low, high = self.range
+        width = width or 0.005 * (high - low) or 1e-6
+        grid = np.linspace(low - 6 * width, high + 6 * width, 2000) if grid is None else grid
+        far = (grid[:, None] - self.nodes.ravel()) / width
+        heights = self.weights.ravel() / len(self.nodes) / (width * math.sqrt(2 * math.pi))
+        return grid, np.exp(-0.5 * far**2) @ heights
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The smallest and the largest node: about those of the eigenvalues, never beyond."""
+        held = self.nodes[self.weights > 0]
+        return float(held.min()), float(held.max())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, for a JSON file."""
+        return {"nodes": self.nodes.tolist(), "weights": self.weights.tolist(), "size": self.size}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Density:
+        """Return what :meth:`to_dict` was called on."""
+        return cls(np.array(values["nodes"]), np.array(values["weights"]), values["size"])
+
+    def _moments(self, power: int) -> Array:
+        moments: Array = (self.weights * self.nodes**power).sum(1)
+        return moments
+
+
+def top_eigenvalues(
+    objective: Objective,
+    k: int = 5,
+    *,
+    products: int = 100,
+    tolerance: float = 1e-4,
+    memory_limit: float = 4.0,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Eigenvalues:
+    """Find the k largest eigenvalues by Lanczos' method, all vectors kept orthogonal.
+
+    It ends when the residuals are small, or when the products are used up. It keeps 4 k + 20 vectors, or as many as the
+    memory holds, and restarts from the best of them; with fewer it takes more products. An eigenvalue that occurs
+    several times, exactly, may be found only once.
+
+    Args:
+        objective: The loss as a function of the weights; nothing of it changes.
+        k: How many.
+        products: The most that it may take, k of them for the residuals at the end.
+        tolerance: The largest residual, in units of the largest absolute eigenvalue. An eigenvalue's error is of the
+            order of its residual's square. In float32, rounding leaves about 1e-6 and less is never reached.
+        memory_limit: For vectors, in GiB; what a product itself takes for activations comes on top.
+        seed: Where the random first vector starts.
+        progress: Called after each product.
+
+    >>> data = torch.eye(2), torch.zeros(2, 1)
+    >>> objective = Objective(torch.nn.Linear(2, 1, bias=False), torch.nn.functional.mse_loss, data)
+    >>> top_eigenvalues(objective, k=2).values
+    (1.0, 1.0)
+    """
+    n = weights_of(objective)
+    check_number("tolerance", tolerance, "a number >= 0", lambda value: value >= 0)
+    vectors = search_vectors(objective, k, products=products, memory_limit=memory_limit)
+    starts = iter(range(products + 1))
+    clock = _Clock(products, progress)
+
+    def start() -> Tensor:
+        generator = random_generator(seed, EIGENVALUES, next(starts))
+        return torch.randn(n, generator=generator, dtype=_dtype(objective)).to(objective.device)
+
+    with _twice_differentiable():
+        product = _product(objective)
+        space = largest(product, start, k, steps=products - k, vectors=vectors, tolerance=tolerance, tell=clock.tick)
+        scale = float(np.abs(space.ritz().values).max())
+        space.restart(k)
+        measured = [(*_measured(product, space.basis[i], clock), i) for i in range(k)]
+    values, residuals, order = zip(*sorted(measured, reverse=True), strict=True)
+    return Eigenvalues(
+        values, residuals, space.basis[list(order)], clock.done, bool(max(residuals) <= tolerance * scale)
+    )
+
+
+def spectral_density(
+    objective: Objective,
+    *,
+    probes: int = 3,
+    steps: int = 60,
+    known: Eigenvalues | None = None,
+    memory_limit: float = 4.0,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Density:
+    r"""Estimate the density of the eigenvalues from Lanczos' quadrature at random vectors of signs.
+
+    With the k largest eigenvalues known, only the others are estimated, in the space that is orthogonal to the known
+    vectors Q:
+
+    .. math::  \mathrm{tr}(H) = \mathrm{tr}(Q H Q^\top) + \mathrm{tr}\big((1 - Q^\top Q)\, H\, (1 - Q^\top Q)\big)
+
+    which holds for any orthonormal Q, and takes the largest part of the noise away (Meyer et al. 2021, Hutch++).
+
+    Args:
+        objective: The loss as a function of the weights; nothing of it changes.
+        probes: How many random vectors: the noise goes down with their root.
+        steps: Of each, a product a step: twice as many resolve details half as wide.
+        known: What :func:`top_eigenvalues` has found, of the same objective.
+        memory_limit: For vectors, in GiB; what a product itself takes for activations comes on top.
+        seed: Where the random vectors start.
+        progress: Called after each product.
+    """
+    n, dtype = weights_of(objective), _dtype(objective)
+    check_whole("probes", probes)
+    k, beside = (len(known.values), known.vectors) if known else (0, None)
+    if beside is not None and beside.shape[1] != n:
+        raise ValueError(f"known must be of the same objective, of {n:,} weights, but is of {beside.shape[1]:,}")
+    steps = density_steps(objective, steps, k=k, memory_limit=memory_limit)
+    clock, shape = _Clock(probes * steps, progress), (probes, k + steps)
+    nodes, weights = np.zeros(shape), np.zeros(shape)  # 0 is the weight of what is missing where a space ends early
+    if known:
+        nodes[:, :k], weights[:, :k] = known.values, 1 / n
+    with _twice_differentiable():
+        product = _product(objective)
+        for probe in range(probes if steps else 0):
+            generator = random_generator(seed, DENSITY, probe)
+            signs = torch.randint(0, 2, (n,), generator=generator, dtype=torch.int8).mul_(2).sub_(1)
+            space = lanczos(product, signs.to(objective.device, dtype), steps, beside=beside, tell=clock.tick)
+            found, shares = quadrature(space)
+            nodes[probe, k : k + len(found)], weights[probe, k : k + len(found)] = found, shares * (n - k) / n
+            clock.done = (probe + 1) * steps
+    return Density(nodes, weights, n)
+
+
+def search_vectors(objective: Objective, k: int, *, products: int, memory_limit: float) -> int:
+    """Return how many vectors :func:`top_eigenvalues` searches with at once; refuse what cannot be done."""
+    n = weights_of(objective)
+    check_whole("k", k)
+    if k > n:
+        raise ValueError(f"k must be at most the number of trainable weights, {n}, but is {k}")
+    check_whole("products", products, least=2 * k, allowed="a whole number >= 2 k = {least}")
+    wanted, held = min(n, products - k, 4 * k + 20), _vectors_in(memory_limit, objective) - k
+    least = min(wanted, 2 * k + 2)  # with fewer, a restart would keep nearly all of them
+    if held < least:
+        raise ValueError(
+            f"memory_limit must hold {least} vectors for k={k} eigenvalues of {n:,} weights and {k + WORKING} to work "
+            f"with, {_gib(objective, least + k)}, but is {memory_limit:g} GiB: raise it, or lower k"
+        )
+    return min(wanted, held)
+
+
+def density_steps(objective: Objective, steps: int, *, k: int = 0, memory_limit: float) -> int:
+    """Return how many steps :func:`spectral_density` takes from each probe; refuse more than the memory holds."""
+    check_whole("steps", steps)
+    n, held = weights_of(objective), _vectors_in(memory_limit, objective) - 2 * k
+    steps = min(steps, n - k)
+    if held < steps:
+        remedy = f"raise it, or take at most {held} steps" if held > 0 else "raise it"
+        raise ValueError(
+            f"memory_limit must hold {steps} vectors of {n:,} weights for as many steps and {2 * k + WORKING} to work "
+            f"with, {_gib(objective, steps + 2 * k)}, but is {memory_limit:g} GiB: {remedy}"
+        )
+    return steps
+
+
+def memory_needed(
+    objective: Objective, *, k: int = 5, products: int = 100, steps: int = 60, memory_limit: float = 4.0
+) -> int:
+    """Return the bytes that the vectors of both functions take at most, the density with `known`; or refuse as they do.
+
+    The activations and their derivatives in a product come on top.
+    """
+    search = search_vectors(objective, k, products=products, memory_limit=memory_limit) + k
+    density = density_steps(objective, steps, k=k, memory_limit=memory_limit) + 2 * k
+    return _bytes(objective, max(search, density))
+
+
+def weights_of(objective: Objective) -> int:
+    """Return n, the number of trainable weights."""
+    return sum(p.numel() for p in objective.params)
+
+
+class _Clock:
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self.total, self.progress = total, progress
+        self.done, self.began = 0, time.monotonic()
+
+    def tick(self) -> None:
+        self.done += 1
+        if self.progress is not None:
+            left = (time.monotonic() - self.began) / self.done * (self.total - self.done)
+            self.progress(self.done, self.total, left)
+
+
+def _product(objective: Objective) -> Callable[[Tensor], Tensor]:
+    loss = objective.loss().item()
+    if not math.isfinite(loss):
+        raise ValueError(f"the loss over the data must be finite to have a curvature, but is {loss}")
+
+    return lambda v: flatten(objective.hessian_product(unflatten(v, objective.params)))
+
+
+@contextmanager
+def _twice_differentiable() -> Iterator[None]:
+    """Choose kernels that are exact to float32 and have a second derivative.
+
+    TF32, torch's default for convolutions on a GPU, rounds to three digits: H v would not be linear in v beyond them,
+    nor vectors orthogonal. Fused attention has no second derivative.
+    """
+    cudnn: Any = torch.backends.cudnn
+    backends = [cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul]
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
+
+
+def _measured(product: Callable[[Tensor], Tensor], v: Tensor, clock: _Clock) -> tuple[float, float]:
+    """Return the value and the residual of a vector."""
+    w = product(v)
+    square = (v * v).sum(dtype=torch.float64)
+    value = (v * w).sum(dtype=torch.float64) / square
+    residual = torch.linalg.vector_norm(w - value.to(v.dtype) * v, dtype=torch.float64) / square.sqrt()
+    clock.tick()
+    return float(value), float(residual)
+
+
+def _dtype(objective: Objective) -> torch.dtype:
+    dtypes = {p.dtype for p in objective.params}
+    wrong = dtypes - {torch.float32, torch.float64}
+    if wrong:
+        raise ValueError(
+            f"the weights must be float32 or float64 to have a Hessian worth the name, but some are "
+            f"{wrong.pop()}: look at model.float()"
+        )
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def _vectors_in(memory_limit: float, objective: Objective) -> int:
+    check_number("memory_limit", memory_limit, "a number of GiB > 0", lambda value: value > 0)
+    if math.isinf(memory_limit):
+        return 1 << 62
+    return int(memory_limit * GIB / (weights_of(objective) * _dtype(objective).itemsize)) - WORKING
+
+
+def _bytes(objective: Objective, vectors: int) -> int:
+    return (vectors + WORKING) * weights_of(objective) * _dtype(objective).itemsize
+
+
+def _gib(objective: Objective, vectors: int) -> str:
+    return f"{_bytes(objective, vectors) / GIB:.3g} GiB"

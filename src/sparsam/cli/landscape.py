@@ -1,0 +1,172 @@
+"""`sparsam landscape`: the loss around the weights of runs, side by side as figures and as a page."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from sparsam.analysis.landscape import Landscape, loss_landscape
+from sparsam.analysis.landscape_figure import draw_figures
+from sparsam.analysis.landscape_page import write_page
+from sparsam.analysis.runs import load_objective
+from sparsam.extras import need
+from sparsam.training.checkpoint import CheckpointError
+from sparsam.training.rundir import RunDirectory
+from sparsam.training.trainer import Interrupted, stopping_on_signals
+
+NAMES = {1: "landscape-line", 2: "landscape"}  # lines and planes lie beside each other
+SHARED = ("dimensions", "points", "range", "directions", "seed", "precision")
+LINES_EVERY = 10.0  # seconds between two lines in a log
+
+
+def check(runs: Sequence[Path], *, best: bool, directions: str, checkpoints: Sequence[Path]) -> None:
+    """Refuse what would fail after some of the runs are done."""
+    need("matplotlib", "figures", extra="analysis")
+    if checkpoints and directions != "pca":
+        raise ValueError(f"--checkpoint goes with --directions pca, but --directions is {directions}")
+    for run in runs:
+        directory = RunDirectory(run)
+        directory.recipe()
+        for file in (directory.best if best else directory.last, *checkpoints):
+            if not file.is_file():
+                raise CheckpointError(f"there is no checkpoint at {file}")
+
+
+def measure(
+    run: Path,
+    *,
+    samples: int,
+    best: bool,
+    directions: str,
+    checkpoints: Sequence[Path],
+    device: torch.device,
+    **options: Any,
+) -> Landscape:
+    """Compute one run's landscape, or what is missing of it; it is kept in RUN/analysis.
+
+    Args:
+        run: The directory of a run.
+        samples: Training images to look at.
+        best: The best epoch's weights in place of the last.
+        directions: "random" or "pca".
+        checkpoints: For "pca"; none: the run's own.
+        device: Where to.
+        options: Those of :func:`loss_landscape`.
+    """
+    directory = RunDirectory(run)
+    recipe = directory.recipe()
+    if directions == "pca" and not checkpoints:
+        checkpoints = [file for file in (directory.best, directory.last) if file.is_file()]
+    objective = load_objective(run, samples=samples, best=best, device=device)
+    about = {
+        "label": recipe.method,
+        "seed": recipe.train.seed,
+        "run": run.resolve().name,
+        "setup": f"{recipe.model.name} on {recipe.data.name}",
+        "weights": "best" if best else "last",
+    }
+    with _telling(run.name) as progress:
+        return loss_landscape(
+            objective.model,
+            objective.loss_fn,
+            objective.batches,
+            directions=directions,
+            checkpoints=checkpoints,
+            file=_file(run, options["dimensions"]),
+            about=about,
+            progress=progress,
+            **options,
+        )
+
+
+def load(run: Path, dimensions: int) -> Landscape:
+    """Read what was computed before, be it unfinished."""
+    file = _file(run, dimensions)
+    if not file.is_file():
+        raise ValueError(f"there is no {file}; make it with: sparsam landscape {run} --dimensions {dimensions}")
+    return Landscape.load(file)
+
+
+def show(runs: Sequence[Path], landscapes: Sequence[Landscape], output: Path) -> None:
+    """Print one row for each run, draw the figures and write the page."""
+    for run, shown in zip(runs, landscapes, strict=True):
+        for key in SHARED:
+            here, there = shown.settings[key], landscapes[0].settings[key]
+            if here != there:
+                raise ValueError(
+                    f"runs must have the same settings to stand side by side, but {key} is {there} for {runs[0]} and "
+                    f"{here} for {run}"
+                )
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("Run", no_wrap=True)
+    for heading in ("Loss at w", "Median", "Highest", "Not finite", "Points"):
+        table.add_column(heading, justify="right")
+    for run, shown in zip(runs, landscapes, strict=True):
+        finite = shown.losses[abs(shown.losses) < float("inf")]
+        numbers = (shown.centre, shown.median, finite.max() if len(finite) else float("nan"))
+        points = str(shown.finished) if shown.complete else f"{shown.finished} of {shown.losses.size}"
+        table.add_row(run.name, *(f"{number:.4g}" for number in numbers), str(shown.gaps), points)
+    files = draw_figures(landscapes, output)
+    page = write_page(landscapes, output / f"{NAMES[landscapes[0].losses.ndim]}.html")
+    console = Console(highlight=False)
+    console.print(table)
+    figures = ", ".join(str(file) for file in files if file.suffix == ".png")
+    console.print(f"Figures: {figures}, and as SVG\nThe page to turn and read off: {page}", style="dim")
+
+
+def _file(run: Path, dimensions: int) -> Path:
+    return run / "analysis" / f"{NAMES[dimensions]}.npz"
+
+
+@contextmanager
+def _telling(name: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar with the time left on a terminal, and lines elsewhere; Ctrl-C stops after a point."""
+    console = Console(stderr=True)
+    columns = (TextColumn(name), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn())
+    stopped: list[bool] = []
+    with (
+        stopping_on_signals(lambda: stopped.append(True)),
+        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
+    ):
+        task = bar.add_task(name, total=None)
+        lines = None if console.is_terminal else _Lines(name)
+
+        def progress(finished: int, total: int) -> None:
+            bar.update(task, completed=finished, total=total)
+            if lines is not None:
+                lines.tell(finished, total)
+            if stopped and finished < total:
+                raise Interrupted(
+                    f"{name}: stopped after {finished} of {total} points, which are kept; the same command goes on"
+                )
+
+        yield progress
+
+
+class _Lines:
+    """Writes a line now and then, with the time left."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.start, self.first = name, time.monotonic(), -1
+        self.last = self.start
+
+    def tell(self, finished: int, total: int) -> None:
+        now = time.monotonic()
+        if self.first < 0:
+            self.first = finished  # of an earlier command
+        if now - self.last < LINES_EVERY or finished == self.first:
+            return
+        self.last = now
+        left = (now - self.start) / (finished - self.first) * (total - finished)
+        minutes, seconds = divmod(round(left), 60)
+        print(f"{self.name}: {finished}/{total} points, {minutes}:{seconds:02} left", file=sys.stderr, flush=True)
