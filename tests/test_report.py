@@ -214,8 +214,8 @@ def last_line(**values):
         (edit("recipe.json", lambda r: r.update(name="")), r"recipe\.json: name must be a text, but is ''$"),
         (edit("environment.json", lambda e: e.update(started="noon")), r"started must be an ISO time, but is 'noon'$"),
         (
-            edit("summary.json", lambda s: s.update(seconds=None)),
-            r"summary\.json: seconds must be a number, but is None$",
+            edit("summary.json", lambda s: s.update(seconds="long")),
+            r"summary\.json: seconds must be a number, but is 'long'$",
         ),
         (
             edit("summary.json", lambda s: s.update(evaluated_on="train")),
