@@ -26,7 +26,7 @@ test: $(READY)  ## all tests that need neither a GPU nor many minutes
 	$(BIN)/python -m pytest --numprocesses 2
 
 test-page: $(READY)  ## the report page in a real browser (needs chromium and chromedriver; `make test` skips it without)
-	$(BIN)/python -m pytest tests/test_report_page.py tests/test_commands.py -k page
+	$(BIN)/python -m pytest tests/test_report_page.py tests/test_commands.py tests/test_landscape.py -k page
 
 lint: $(READY)  ## ruff: lint and format
 	$(BIN)/ruff check .

@@ -113,9 +113,10 @@ def show(runs: Sequence[Path], landscapes: Sequence[Landscape], output: Path) ->
         table.add_column(heading, justify="right")
     for run, shown in zip(runs, landscapes, strict=True):
         finite = shown.losses[abs(shown.losses) < float("inf")]
-        numbers = (shown.centre, shown.median, finite.max() if len(finite) else float("nan"))
+        # Those of a part of the grid would not compare with others.
+        whole = [f"{shown.median:.4g}", f"{finite.max():.4g}"] if shown.complete and len(finite) else ["–", "–"]
         points = str(shown.finished) if shown.complete else f"{shown.finished} of {shown.losses.size}"
-        table.add_row(run.name, *(f"{number:.4g}" for number in numbers), str(shown.gaps), points)
+        table.add_row(run.name, f"{shown.centre:.4g}", *whole, str(shown.gaps), points)
     files = draw_figures(landscapes, output)
     page = write_page(landscapes, output / f"{NAMES[landscapes[0].losses.ndim]}.html")
     console = Console(highlight=False)

@@ -155,7 +155,61 @@ def hessian(
     module.show(runs, results, output)
 
 
-COMMANDS = (sharpness, hessian, gradients, masks)
+def landscape(
+    runs: Runs,
+    dimensions: Annotated[int, typer.Option(min=1, max=2, help="1: along a line; 2: over a plane.")] = 2,
+    points: Annotated[int, typer.Option(min=2, help="Points on each axis.")] = 50,
+    range: Annotated[float, typer.Option("--range", help="Each axis goes from -RANGE to RANGE.")] = 1.0,
+    directions: Annotated[str, typer.Option(help="random (filter-normalised) or pca (of checkpoints).")] = "random",
+    checkpoint: Annotated[
+        list[Path] | None, typer.Option(help="For pca, once for each file; default: the run's own last.pt and best.pt.")
+    ] = None,
+    precision: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
+    samples: Samples = 10_000,
+    seed: Seed = 0,
+    best: Best = False,
+    redraw: Redraw = False,
+    output: Output = Path("runs/analysis"),
+    device: Device = None,
+) -> None:
+    """Draw the loss around the weights of runs, side by side: contours, surfaces, a page to turn and read off.
+
+    The losses are kept in RUN/analysis/landscape.npz. Ctrl-C keeps what is finished, and the same command goes on.
+
+    Examples:
+    ```
+    sparsam landscape runs/demo/*-seed0
+    sparsam landscape runs/demo/*-seed0 --dimensions 1 --points 101
+    ```
+    """
+    from sparsam.cli import landscape as module
+
+    checkpoints = checkpoint or []
+    if redraw:
+        found = [module.load(run, dimensions) for run in runs]
+    else:
+        place = find_device(device)
+        module.check(runs, best=best, directions=directions, checkpoints=checkpoints)
+        found = [
+            module.measure(
+                run,
+                dimensions=dimensions,
+                points=points,
+                range=range,
+                directions=directions,
+                checkpoints=checkpoints,
+                precision=precision,
+                samples=samples,
+                seed=seed,
+                best=best,
+                device=place,
+            )
+            for run in runs
+        ]
+    module.show(runs, found, output)
+
+
+COMMANDS = (landscape, hessian, sharpness, gradients, masks)
 
 
 def measure_missing(runs: list[Path], rho: float, device: Any) -> None:

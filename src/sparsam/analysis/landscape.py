@@ -1,0 +1,332 @@
+r"""The loss along one direction, or over the plane of two, around the weights of a trained model.
+
+.. math::  L(a, b) = f(w + a\, d_1 + b\, d_2)
+
+with f the mean loss over fixed samples, in eval mode, as :class:`~sparsam.analysis.objective.Objective` computes it,
+and directions as in :mod:`sparsam.analysis.directions`. Data, weights, directions and losses stay on the model's
+device; it is waited for at the end, and when the points finished so far are saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from sparsam.analysis.directions import Checkpoint, Direction, Plane, principal_directions, random_directions
+from sparsam.analysis.objective import Objective
+from sparsam.checks import check_choice, check_number, check_whole
+
+PRECISIONS = ("fp32", "bf16")
+AGREEMENT = {"fp32": 1e-4, "bf16": 1e-2}  # of two computations of one loss that may differ by rounding
+
+Evaluate = Callable[[Objective, Plane, Sequence[tuple[float, ...]], Tensor, Callable[[], None]], None]
+
+
+@dataclass(frozen=True)
+class Landscape:
+    """Losses on a grid, and all that a figure says about them."""
+
+    losses: NDArray[np.float64]
+    """Of shape (points,), or (points, points): rows are b, columns a. NaN where the loss is, and where unfinished."""
+    axis: NDArray[np.float64]
+    """The values of a, and of b."""
+    centre: float
+    """The loss at a = b = 0, which a grid with an even number of points does not hold."""
+    finished: int
+    """How many points are finished, row by row."""
+    settings: dict[str, Any]
+    """What must be equal for points to belong to one landscape."""
+    path: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 2)))
+    """Where the checkpoints behind principal directions lie."""
+    explained: list[float] = field(default_factory=list)
+    """Which share of the checkpoints' squared distance from w lies along each axis."""
+    about: dict[str, Any] = field(default_factory=dict)
+    """Whatever the caller wants to be remembered, such as the name of the run."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all points are finished."""
+        return self.finished == self.losses.size
+
+    @property
+    def gaps(self) -> int:
+        """How many of the finished points have no finite loss."""
+        return self.finished - int(np.isfinite(self.losses.ravel()[: self.finished]).sum())
+
+    @property
+    def median(self) -> float:
+        """The loss that half of the finite ones lie below; unlike the mean, it is not that of a few far corners."""
+        finite = self.losses[np.isfinite(self.losses)]
+        return float(np.median(finite)) if len(finite) else math.nan
+
+    def save(self, file: str | Path) -> None:
+        """Write it to an npz file: after a crash at any moment there is either the old one or the new one."""
+        file = Path(file)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        words = {"settings": self.settings, "explained": self.explained, "about": self.about}
+        unfinished = file.with_name(file.name + ".unfinished")
+        with unfinished.open("wb") as stream:
+            np.savez(
+                stream,
+                losses=self.losses,
+                axis=self.axis,
+                centre=self.centre,
+                finished=self.finished,
+                path=self.path,
+                words=json.dumps(words),
+            )
+            stream.flush()
+            os.fsync(stream.fileno())
+        unfinished.replace(file)
+
+    @classmethod
+    def load(cls, file: str | Path) -> Landscape:
+        """Read what :meth:`save` wrote."""
+        if not Path(file).is_file():
+            raise ValueError(f"there is no landscape at {file}")
+        try:
+            with Path(file).open("rb") as stream, np.load(stream) as saved:
+                arrays = {key: saved[key] for key in ("losses", "axis", "path")}
+                words = json.loads(str(saved["words"]))
+                return cls(centre=float(saved["centre"]), finished=int(saved["finished"]), **arrays, **words)
+        except Exception as error:  # whatever numpy, zip and JSON say of a damaged file
+            raise ValueError(f"{file} cannot be read as a landscape: {error}") from error
+
+
+def evaluate_points(
+    objective: Objective,
+    plane: Plane,
+    points: Sequence[tuple[float, ...]],
+    losses: Tensor,
+    done: Callable[[], None],
+) -> None:
+    """Write the loss at each point into a vector on the device; the part of a landscape that takes the time.
+
+    Args:
+        objective: Its model has the weights that the plane moves.
+        plane: Moves them.
+        points: Coordinates.
+        losses: One place for each point.
+        done: To be called after each point, which may be on its way still. It may raise, to stop.
+    """
+    for i, point in enumerate(points):
+        plane.move_to(point)
+        losses[i].copy_(objective.loss())
+        done()
+
+
+def loss_landscape(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Tensor],
+    data: tuple[Any, Any] | Iterable[tuple[Any, Any]],
+    *,
+    dimensions: int = 2,
+    points: int = 50,
+    range: float = 1.0,
+    directions: str | Sequence[Direction] = "random",
+    checkpoints: Sequence[Checkpoint] = (),
+    seed: int = 0,
+    precision: str = "fp32",
+    batch_size: int = 1000,
+    file: str | Path | None = None,
+    save_every: float = 30.0,
+    about: Mapping[str, Any] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    evaluate: Evaluate = evaluate_points,
+) -> Landscape:
+    """Return the loss around a model's weights; the model is afterwards what it was, whatever happens.
+
+    Args:
+        model: Any module. Frozen parameters stay where they are, shared ones move once.
+        loss_fn: `loss_fn(outputs, targets)`, the mean over the batch, or one loss for each sample.
+        data: A pair of tensors (inputs, targets), or batches of such pairs.
+        dimensions: 1 or 2.
+        points: How many on each axis.
+        range: Each axis goes from -range to range.
+        directions: "random" (filter-normalised), "pca" (of checkpoints), or as many directions as there are dimensions:
+            Hessian eigenvectors, say.
+        checkpoints: For "pca": state dicts, files with one, or checkpoints of runs.
+        seed: Of random directions. Models of one architecture look in the same directions if they have the same seed.
+        precision: "fp32" computes as the weights are, "bf16" under autocast.
+        batch_size: How a pair of tensors is cut into batches.
+        file: An npz file for the finished points. If it is there already, the grid goes on from it, or, with other
+            settings or weights, is refused.
+        save_every: Seconds between two savings.
+        about: To be kept with the losses.
+        progress: Called with the numbers of finished and of all points. It may raise, to stop.
+        evaluate: What computes the losses.
+
+    >>> model = nn.Linear(3, 1, bias=False)
+    >>> found = loss_landscape(model, nn.functional.mse_loss, (torch.ones(4, 3), torch.ones(4, 1)), points=5)
+    >>> found.losses.shape, bool(found.losses[2, 2] == found.centre)  # rows and columns 0 to 4: the middle is w
+    ((5, 5), True)
+    """
+    _check(dimensions, points, range, directions, checkpoints, seed, precision)
+    objective = Objective(model, loss_fn, data, batch_size=batch_size)
+    # Autocast would go on using the weights of the first point, which it has converted and kept.
+    autocast = torch.autocast(objective.device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False)
+    with torch.no_grad(), autocast:
+        centre = objective.loss().item()
+        if not math.isfinite(centre):
+            raise ValueError(f"the loss at the model's own weights must be finite, but is {centre}: {_blame(model)}")
+        chosen, path, explained = _directions(model, dimensions, directions, checkpoints, seed)
+        settings = {
+            "dimensions": dimensions,
+            "points": points,
+            "range": float(range),
+            "directions": directions if isinstance(directions, str) else "given",
+            "seed": seed if directions == "random" else None,
+            "toward": None if directions == "random" else _fingerprint(t for d in chosen for t in d),
+            "samples": objective.count,
+            "precision": precision,
+            "device": objective.device.type,
+            "weights": _fingerprint([*model.parameters(), *model.buffers()]),
+        }
+        axis = np.linspace(-range, range, points)
+        shape = (points,) * dimensions
+        new = Landscape(np.full(shape, np.nan), axis, centre, 0, settings, path, explained, dict(about or {}))
+        old = _unfinished(file, new)
+        values = torch.from_numpy(old.losses.ravel().copy()).to(objective.device)
+        grid = _Grid(new, old.finished, values, None if file is None else Path(file), save_every, progress)
+        if not old.complete:
+            # b, the row, is the slower one; a point is (a, b).
+            coordinates = [at[::-1] for at in product(axis.tolist(), repeat=dimensions)]
+            plane = Plane(objective.params, chosen)
+            try:
+                evaluate(objective, plane, coordinates[old.finished :], values[old.finished :], grid.point_done)
+            except BaseException:  # Ctrl-C too: what is finished is kept
+                if grid.finished > old.finished:
+                    with contextlib.suppress(Exception):  # a device that failed has nothing to tell
+                        grid.save()
+                raise
+            finally:
+                plane.back()
+        return grid.save()
+
+
+class _Grid:
+    """Counts the finished points, tells of them and saves them."""
+
+    def __init__(
+        self,
+        landscape: Landscape,
+        finished: int,
+        values: Tensor,
+        file: Path | None,
+        save_every: float,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self.landscape, self.finished, self.values = landscape, finished, values
+        self.file, self.save_every, self.progress = file, save_every, progress
+        self.last = time.monotonic()
+        self._tell()
+
+    def point_done(self) -> None:
+        self.finished += 1
+        self._tell()
+        if self.file is not None and time.monotonic() - self.last > self.save_every:
+            self.save()
+            self.last = time.monotonic()
+
+    def save(self) -> Landscape:
+        losses = self.values.cpu().numpy().reshape(self.landscape.losses.shape).copy()
+        losses.ravel()[self.finished :] = np.nan  # one that was begun may have been written in part
+        result = replace(self.landscape, losses=losses, finished=self.finished)
+        if self.file is not None:
+            result.save(self.file)
+        return result
+
+    def _tell(self) -> None:
+        if self.progress is not None:
+            self.progress(self.finished, self.values.numel())
+
+
+def _unfinished(file: str | Path | None, new: Landscape) -> Landscape:
+    """Return what the file holds of the new landscape, which is nothing if there is no file."""
+    if file is None or not Path(file).exists():
+        return new
+    old = Landscape.load(file)
+    differences = [
+        f"{key} {old.settings.get(key)}, now {new.settings.get(key)}"
+        for key in dict.fromkeys([*new.settings, *old.settings])
+        if old.settings.get(key) != new.settings.get(key)
+    ]
+    if not differences and not math.isclose(old.centre, new.centre, rel_tol=AGREEMENT[new.settings["precision"]]):
+        differences = [f"loss at the centre {old.centre:g}, now {new.centre:g} (other data, or another loss function)"]
+    if differences:
+        raise ValueError(
+            f"{file} holds a landscape of other settings, which does not mix with this one: {'; '.join(differences)}. "
+            f"Delete it to start anew"
+        )
+    return old
+
+
+def _directions(
+    model: nn.Module,
+    dimensions: int,
+    directions: str | Sequence[Direction],
+    checkpoints: Sequence[Checkpoint],
+    seed: int,
+) -> tuple[Sequence[Direction], NDArray[np.float64], list[float]]:
+    nowhere = np.zeros((0, dimensions))
+    if directions == "pca":
+        principal = principal_directions(model, checkpoints, dimensions)
+        return principal.directions, principal.path, principal.explained
+    if isinstance(directions, str):
+        return random_directions(model, dimensions, seed), nowhere, []
+    params = [p for p in model.parameters() if p.requires_grad]
+    shapes = [[tuple(t.shape) for t in d] for d in directions]
+    if any(shape != [tuple(p.shape) for p in params] for shape in shapes):
+        raise ValueError("directions must have one tensor of its shape for each trainable parameter, but have others")
+    return [[torch.empty_like(p).copy_(t) for p, t in zip(params, d, strict=True)] for d in directions], nowhere, []
+
+
+def _check(
+    dimensions: object,
+    points: object,
+    range: object,
+    directions: str | Sequence[Direction],
+    checkpoints: Sequence[Checkpoint],
+    seed: object,
+    precision: object,
+) -> None:
+    if dimensions not in (1, 2):
+        raise ValueError(f"dimensions must be 1 or 2, but is {dimensions!r}")
+    check_whole("points", points, least=2)
+    check_number("range", range, "a finite number > 0", lambda value: 0 < value < math.inf)
+    check_whole("seed", seed, least=0)
+    check_choice("precision", precision, PRECISIONS)
+    if isinstance(directions, str):
+        check_choice("directions", directions, ("random", "pca"))
+    elif len(directions) != dimensions:
+        raise ValueError(f"directions must be {dimensions} for dimensions={dimensions}, but are {len(directions)}")
+    if (directions == "pca") != bool(checkpoints):
+        given = "there are none" if directions == "pca" else f"directions is {directions!r}"
+        raise ValueError(f'checkpoints must be given for directions="pca", and only then, but {given}')
+
+
+def _blame(model: nn.Module) -> str:
+    broken = [name for name, t in model.state_dict().items() if not t.isfinite().all()]
+    return f"{broken[0]} has NaN or infinite values" if broken else "the weights are finite, so look at the data"
+
+
+def _fingerprint(tensors: Iterable[Tensor]) -> str:
+    """Return a short text that differs where a bit of the tensors does."""
+    digest = hashlib.sha256()
+    for t in tensors:
+        digest.update(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
