@@ -16,6 +16,7 @@ LEAST_WANTED = (
     "Weight decay",
     "ρ",
     "FLOPs (theory)",
+    "Seeds",
 )  # left out first where room is short
 
 
