@@ -6,9 +6,6 @@ written into it. Its policy names the hashes of that style and that script, so n
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
 import math
 from collections.abc import Sequence
 from html import escape
@@ -19,6 +16,7 @@ from typing import Any
 
 from sparsam.analysis.landscape import Landscape
 from sparsam.analysis.landscape_figure import COLOURS, Scale, caption, labels, numbers, title, view_azimuth
+from sparsam.report.embedding import content_hash, embedded
 
 STYLES = 7, 5  # .m0 to .m6 and .d0 to .d4 in the report's page.css
 
@@ -34,7 +32,7 @@ def write_page(landscapes: Sequence[Landscape], destination: Path) -> Path:
     plane = landscapes[0].losses.ndim == 2
     page = Template(here.joinpath("landscape_page.html").read_text(encoding="utf-8")).substitute(
         policy=escape(
-            f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
+            f"default-src 'none'; style-src '{content_hash(style)}'; script-src '{content_hash(script)}'; "
             f"base-uri 'none'; form-action 'none'"
         ),
         title=escape(title(landscapes)),
@@ -44,7 +42,7 @@ def write_page(landscapes: Sequence[Landscape], destination: Path) -> Path:
             else "Point at the chart to read the loss of every run at the same place."
         ),
         caption=escape(caption(landscapes)),
-        data=_embedded(_data(landscapes)),
+        data=embedded(_data(landscapes)),
         style=style,
         script=script,
     )
@@ -79,13 +77,3 @@ def _data(landscapes: Sequence[Landscape]) -> dict[str, Any]:
 def _short(value: float) -> float | None:
     """Return six digits, which is more than can be seen; JSON has no NaN, and the page draws a gap."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
-
-
-def _hash(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
-
-
-def _embedded(data: Any) -> str:
-    """Write JSON that cannot end the script element it stands in."""
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

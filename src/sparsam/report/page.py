@@ -6,8 +6,6 @@ style and that script, so nothing else that gets into the page can run.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -18,6 +16,7 @@ from string import Template
 from typing import Any
 
 from sparsam.report.collect import Method, ReportError, Run, collect
+from sparsam.report.embedding import content_hash, embedded
 from sparsam.report.table import Cell, Table, accuracy_label, summary_table
 
 COLOURS = 7  # .m0 to .m6 in page.css
@@ -56,7 +55,7 @@ def _page(methods: Sequence[Method]) -> str:
     title = ", ".join(dict.fromkeys(run.setup for run in runs))
     return Template(package.joinpath("page.html").read_text(encoding="utf-8")).substitute(
         policy=escape(
-            f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
+            f"default-src 'none'; style-src '{content_hash(style)}'; script-src '{content_hash(script)}'; "
             f"base-uri 'none'; form-action 'none'"
         ),
         title=escape(title),
@@ -64,14 +63,10 @@ def _page(methods: Sequence[Method]) -> str:
         facts="\n".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in _facts(runs)),
         table=_table(summary_table(methods)),
         recipes="\n".join(_details(method, run, index) for index, method in enumerate(methods) for run in method.runs),
-        data=_embedded(_data(methods)),
+        data=embedded(_data(methods)),
         style=style,
         script=script,
     )
-
-
-def _hash(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 def _sentence(methods: Sequence[Method]) -> str:
@@ -190,9 +185,3 @@ def _series(index: int, method: Method) -> dict[str, Any]:
             "seeds": density.seeds,
         },
     }
-
-
-def _embedded(data: Any) -> str:
-    """Write JSON that cannot end the script element it stands in."""
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
