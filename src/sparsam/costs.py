@@ -39,6 +39,8 @@ def cut_costs(
     That is an estimate: the first pass of a real step stops right before the cut, and Python has more to do. With a
     limit, the two passes of real steps are timed, from the earliest cut that may fit on to the first that does.
 
+    All are rounded to hundredths, which is about as exact as they are: a cost that reads 1.25 keeps a limit of 1.25.
+
     Args:
         model: The network.
         closure: One pass, as for an optimizer; it is called several times.
@@ -59,7 +61,7 @@ def cut_costs(
         base_step = one_pass + stepping
         # Rank 0's, because all ranks must measure the same cuts below: the closure communicates.
         costs = value_of_rank_zero(
-            {cut: 1 + ((cut.step or 0.0) * one_pass + cut.weights * perturbing) / base_step for cut in cuts}
+            {cut: round(1 + ((cut.step or 0.0) * one_pass + cut.weights * perturbing) / base_step, 2) for cut in cuts}
         )
         for cut, estimate in costs.items():
             if limit is None or estimate > CLOSE * limit:
@@ -67,7 +69,7 @@ def cut_costs(
             work = _two_passes(model, cut.name, closure)
             work()
             two_passes = statistics.median(clock.time(work) for _ in range(3))
-            costs[cut] = value_of_rank_zero((two_passes + cut.weights * perturbing + stepping) / base_step)
+            costs[cut] = value_of_rank_zero(round((two_passes + cut.weights * perturbing + stepping) / base_step, 2))
             if costs[cut] <= limit:
                 break
     return costs

@@ -109,7 +109,7 @@ def show(
     for heading in ("Weights behind, %", "Pass behind, %", "Step, ×"):
         table.add_column(heading, justify="right")
     for cut, cost in costs.items():
-        numbers = (f"{100 * cut.weights:.2f}", f"{100 * (cut.step or 0.0):.1f}", f"{cost:.3f}")
+        numbers = (f"{100 * cut.weights:.2f}", f"{100 * (cut.step or 0.0):.1f}", f"{cost:.2f}")
         if cut.name == chosen:
             table.add_row(cut.name, *numbers, f"← budget {budget:g}", style="bold")
         else:
