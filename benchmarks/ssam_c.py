@@ -174,7 +174,8 @@ def plot(result, path):
             )
         for share, ratio, name in plain:
             text = name.removeprefix("SSAM-C, ")
-            ax.annotate(text, (100 * share, ratio), xytext=(-6, 5), textcoords="offset points", ha="right", fontsize=8)
+            side = {"xytext": (-6, 5), "ha": "right"} if share > 0.1 else {"xytext": (8, -3), "ha": "left"}
+            ax.annotate(text, (100 * share, ratio), textcoords="offset points", fontsize=8, **side)
         ax.set(title=network, xlabel="perturbed weights, %", xlim=(-4, 104), ylim=(0.95, 2.2))
         ax.grid(alpha=0.3)
     axes[0][0].set_ylabel("time of a step, × SGD")
