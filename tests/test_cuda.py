@@ -14,6 +14,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from cases import MASKS, magnitude, optimizer, same, task, weights
 from sparsam import SAM, BudgetMask, DynamicMask, RandomMask, TopKMask
+from sparsam.analysis.fusion import fastest
+from sparsam.analysis.hessian import top_eigenvalues
+from sparsam.analysis.landscape import loss_landscape
+from sparsam.analysis.objective import Objective
 from sparsam.graphs import CapturedStep
 from sparsam.models import build_model
 from sparsam.training.rundir import RunDirectory
@@ -330,3 +334,53 @@ def test_a_replayed_step_needs_the_memory_of_an_ordinary_one_and_of_what_lies_be
         del model, opt, closure, h
         gc.collect()
     assert peaks["SSAM-C"] <= peaks["SGD"] + suffix + behind  # the copies of the perturbed weights
+
+
+def resnet_objective(samples=64):
+    torch.manual_seed(0)
+    model = build_model("resnet18", 10).cuda()
+    x, y = torch.randn(samples, 3, 32, 32, device="cuda"), torch.randint(0, 10, (samples,), device="cuda")
+    with torch.no_grad():
+        model(x)  # statistics of its own
+    return Objective(model, F.cross_entropy, (x, y), batch_size=samples // 2)
+
+
+def test_a_landscape_in_bf16_runs_fused_without_waiting_and_is_that_of_fp32():
+    objective = resnet_objective()
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+        fast = fastest(objective)
+        assert len(fast.fused) == 20  # ResNet-18's convolutions
+        fast.loss()
+        with no_waiting():
+            fast.loss()
+    options = {"dimensions": 1, "points": 9, "range": 0.5}
+    plain, bf16 = (
+        loss_landscape(objective.model, F.cross_entropy, objective.batches, precision=precision, **options)
+        for precision in ("fp32", "bf16")
+    )
+    torch.testing.assert_close(torch.from_numpy(bf16.losses), torch.from_numpy(plain.losses), rtol=2e-2, atol=0)
+    assert (bf16.losses != plain.losses).any()
+
+
+def test_what_cudnn_does_not_fuse_runs_as_it_is():
+    class Broadcast(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+            self.shift = nn.Parameter(torch.ones(1, 8, 1, 1))
+
+        def forward(self, x):
+            return F.relu(self.bn(self.conv(x)) + self.shift).flatten(2).mean(2)
+
+    x, y = torch.randn(6, 3, 9, 9, device="cuda"), torch.randint(0, 8, (6,), device="cuda")
+    objective = Objective(Broadcast().cuda(), F.cross_entropy, (x, y))
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+        torch.testing.assert_close(fastest(objective).loss(), objective.loss(), rtol=1e-2, atol=0)
+
+
+def test_eigenvalues_found_with_tf32_are_those_of_fp32():
+    objective = resnet_objective()
+    exact, fast = (top_eigenvalues(objective, 3, precision=precision) for precision in ("fp32", "tf32"))
+    assert exact.converged
+    assert objective._hessian_product.forward_mode
+    torch.testing.assert_close(torch.tensor(fast.values), torch.tensor(exact.values), rtol=1e-3, atol=0)

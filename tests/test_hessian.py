@@ -14,6 +14,7 @@ from scipy.sparse.linalg import LinearOperator, eigsh
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cases import same, task
 from sparsam.analysis.hessian import (
@@ -104,7 +105,7 @@ def exact_hessian(model, loss_fn, x, y):
         weights = {name: piece.view_as(p) for (name, p), piece in zip(params.items(), pieces, strict=True)}
         return loss_fn(functional_call(model, weights, (x,)), y)
 
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+    with sdpa_kernel(SDPBackend.MATH):
         flat = torch.cat([p.flatten() for p in params.values()])
         return torch.func.hessian(loss)(flat).detach()
 
@@ -151,6 +152,93 @@ def eigsh_of(objective, k):
     operator = LinearOperator((n, n), matvec=product, dtype=np.float64)
     start = torch.randn(n, generator=torch.Generator().manual_seed(9)).double().numpy()
     return np.sort(eigsh(operator, k=k, which="LA", v0=start, return_eigenvectors=False))[::-1]
+
+
+def first_product(model, loss_fn, x, y):
+    """H v from both forms of the product, and which one the objective chose."""
+    objective = Objective(model, loss_fn, (x, y))
+    vector = [torch.randn_like(p) for p in objective.params]
+    with sdpa_kernel(SDPBackend.MATH):
+        found = objective.hessian_product(vector)
+        forward = objective._hessian_product.forward_mode
+        objective._hessian_product.forward_mode = False
+        return found, objective.hessian_product(vector), forward
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_forward_and_reverse_mode_agree(case):
+    found, reverse, forward = first_product(*case())
+    assert forward == (case is not tied)  # torch adds to a zero that may not be written: one more reason to fall back
+    torch.testing.assert_close(found, reverse, rtol=1e-10, atol=1e-12)
+
+
+class Cube(torch.autograd.Function):
+    """A function without a forward mode."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * grad
+
+
+def test_a_part_without_forward_mode_is_differentiated_backwards():
+    model, loss_fn, x, y = mlp()
+    torch.manual_seed(1)
+    model[1].forward = lambda x: x**3
+    plain, _, forward = first_product(model, loss_fn, x, y)
+    assert forward
+    torch.manual_seed(1)
+    model[1].forward = Cube.apply
+    found, reverse, forward = first_product(model, loss_fn, x, y)
+    torch.testing.assert_close(found, plain, rtol=1e-10, atol=1e-12)
+    assert not forward
+    assert same(found, reverse)
+
+
+@pytest.mark.parametrize("through", ["model", "parameters"])
+def test_a_loss_that_reads_the_weights_itself(through):
+    """Weight decay written into the loss adds 2 c to every eigenvalue, whichever way it finds the weights."""
+    model, loss_fn, x, y = mlp()
+    kept = list(model.parameters())
+
+    def decayed(outputs, targets):
+        params = model.parameters() if through == "model" else kept
+        return loss_fn(outputs, targets) + 0.7 * sum(p.square().sum() for p in params)
+
+    torch.manual_seed(1)
+    found, reverse, forward = first_product(model, decayed, x, y)
+    torch.manual_seed(1)
+    vector = [torch.randn_like(p) for p in kept]
+    plain = Objective(model, loss_fn, (x, y)).hessian_product(vector)
+    assert forward == (through == "model")
+    for h, r, without, v in zip(found, reverse, plain, vector, strict=True):
+        torch.testing.assert_close(h, without + 1.4 * v, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(r, h, rtol=1e-10, atol=1e-12)
+
+
+def test_a_model_that_fails_says_why():
+    model, loss_fn, x, y = mlp()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        Objective(model, loss_fn, (x[:, :3], y)).hessian_product([torch.ones_like(p) for p in model.parameters()])
+
+
+def test_tf32_is_a_search_with_the_same_result():
+    """A CPU has no TF32, so only the tolerance differs; on a GPU, test_cuda.py."""
+    model, loss_fn, x, y = conv()
+    objective = Objective(model, loss_fn, (x, y))
+    fast, same_as = (top_eigenvalues(objective, 3, precision="tf32"), top_eigenvalues(objective, 3, tolerance=1e-3))
+    assert (fast.values, fast.residuals, fast.products) == (same_as.values, same_as.residuals, same_as.products)
+    assert fast.products < top_eigenvalues(objective, 3).products
+    density = [spectral_density(objective, probes=1, steps=5, precision=p).nodes for p in ("fp32", "tf32")]
+    assert (density[0] == density[1]).all()
+    for function in (top_eigenvalues, spectral_density):
+        with pytest.raises(ValueError, match=r"precision must be one of 'fp32', 'tf32', but is 'bf16'"):
+            function(objective, precision="bf16")
 
 
 def test_scipy_finds_the_same():

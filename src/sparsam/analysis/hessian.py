@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparsam.analysis.lanczos import Array, lanczos, largest, quadrature
 from sparsam.analysis.objective import Objective
-from sparsam.checks import check_number, check_whole
+from sparsam.checks import check_choice, check_number, check_whole
 from sparsam.masks.selection import flatten, random_generator, unflatten
 
 Progress = Callable[[int, int, float], object]
@@ -30,6 +30,7 @@ Progress = Callable[[int, int, float], object]
 
 GIB = 2**30
 WORKING = 4  # vectors beside V: the remainder, and in a product its sum and a batch's first and second derivative
+TOLERANCES = {"fp32": 1e-4, "tf32": 1e-3}
 EIGENVALUES, DENSITY = 0, 1  # whose random numbers
 
 
@@ -135,7 +136,8 @@ def top_eigenvalues(
     k: int = 5,
     *,
     products: int = 100,
-    tolerance: float = 1e-4,
+    tolerance: float | None = None,
+    precision: str = "fp32",
     memory_limit: float = 4.0,
     seed: int = 0,
     progress: Progress | None = None,
@@ -150,8 +152,11 @@ def top_eigenvalues(
         objective: The loss as a function of the weights; nothing of it changes.
         k: How many.
         products: The most that it may take, k of them for the residuals at the end.
-        tolerance: The largest residual, in units of the largest absolute eigenvalue. An eigenvalue's error is of the
-            order of its residual's square. In float32, rounding leaves about 1e-6 and less is never reached.
+        tolerance: The largest residual, in units of the largest absolute eigenvalue; default: 1e-4, or 1e-3 for "tf32".
+            An eigenvalue's error is of the order of its residual's square. In float32, rounding leaves about 1e-6 and
+            less is never reached.
+        precision: "fp32", or "tf32" to search with products that a GPU rounds to three digits, some four times as fast.
+            Values and residuals are measured in float32 all the same.
         memory_limit: For vectors, in GiB; what a product itself takes for activations comes on top.
         seed: Where the random first vector starts.
         progress: Called after each product.
@@ -162,6 +167,8 @@ def top_eigenvalues(
     (1.0, 1.0)
     """
     n = weights_of(objective)
+    check_choice("precision", precision, tuple(TOLERANCES))
+    tolerance = TOLERANCES[precision] if tolerance is None else tolerance
     check_number("tolerance", tolerance, "a number >= 0", lambda value: value >= 0)
     vectors = search_vectors(objective, k, products=products, memory_limit=memory_limit)
     starts = iter(range(products + 1))
@@ -171,12 +178,12 @@ def top_eigenvalues(
         generator = random_generator(seed, EIGENVALUES, next(starts))
         return torch.randn(n, generator=generator, dtype=_dtype(objective)).to(objective.device)
 
-    with _twice_differentiable():
-        product = _product(objective)
-        space = largest(product, start, k, steps=products - k, vectors=vectors, tolerance=tolerance, tell=clock.tick)
-        scale = float(np.abs(space.ritz().values).max())
-        space.restart(k)
-        measured = [(*_measured(product, space.basis[i], clock), i) for i in range(k)]
+    search = _product(objective, precision)
+    space = largest(search, start, k, steps=products - k, vectors=vectors, tolerance=tolerance, tell=clock.tick)
+    scale = float(np.abs(space.ritz().values).max())
+    space.restart(k)
+    exact = _product(objective)
+    measured = [(*_measured(exact, space.basis[i], clock), i) for i in range(k)]
     values, residuals, order = zip(*sorted(measured, reverse=True), strict=True)
     return Eigenvalues(
         values, residuals, space.basis[list(order)], clock.done, bool(max(residuals) <= tolerance * scale)
@@ -189,6 +196,7 @@ def spectral_density(
     probes: int = 3,
     steps: int = 60,
     known: Eigenvalues | None = None,
+    precision: str = "fp32",
     memory_limit: float = 4.0,
     seed: int = 0,
     progress: Progress | None = None,
@@ -207,12 +215,14 @@ def spectral_density(
         probes: How many random vectors: the noise goes down with their root.
         steps: Of each, a product a step: twice as many resolve details half as wide.
         known: What :func:`top_eigenvalues` has found, of the same objective.
+        precision: "fp32", or "tf32", whose rounding is far below what few probes leave uncertain.
         memory_limit: For vectors, in GiB; what a product itself takes for activations comes on top.
         seed: Where the random vectors start.
         progress: Called after each product.
     """
     n, dtype = weights_of(objective), _dtype(objective)
     check_whole("probes", probes)
+    check_choice("precision", precision, tuple(TOLERANCES))
     k, beside = (len(known.values), known.vectors) if known else (0, None)
     if beside is not None and beside.shape[1] != n:
         raise ValueError(f"known must be of the same objective, of {n:,} weights, but is of {beside.shape[1]:,}")
@@ -221,15 +231,14 @@ def spectral_density(
     nodes, weights = np.zeros(shape), np.zeros(shape)  # 0 is the weight of what is missing where a space ends early
     if known:
         nodes[:, :k], weights[:, :k] = known.values, 1 / n
-    with _twice_differentiable():
-        product = _product(objective)
-        for probe in range(probes if steps else 0):
-            generator = random_generator(seed, DENSITY, probe)
-            signs = torch.randint(0, 2, (n,), generator=generator, dtype=torch.int8).mul_(2).sub_(1)
-            space = lanczos(product, signs.to(objective.device, dtype), steps, beside=beside, tell=clock.tick)
-            found, shares = quadrature(space)
-            nodes[probe, k : k + len(found)], weights[probe, k : k + len(found)] = found, shares * (n - k) / n
-            clock.done = (probe + 1) * steps
+    product = _product(objective, precision)
+    for probe in range(probes if steps else 0):
+        generator = random_generator(seed, DENSITY, probe)
+        signs = torch.randint(0, 2, (n,), generator=generator, dtype=torch.int8).mul_(2).sub_(1)
+        space = lanczos(product, signs.to(objective.device, dtype), steps, beside=beside, tell=clock.tick)
+        found, shares = quadrature(space)
+        nodes[probe, k : k + len(found)], weights[probe, k : k + len(found)] = found, shares * (n - k) / n
+        clock.done = (probe + 1) * steps
     return Density(nodes, weights, n)
 
 
@@ -293,32 +302,35 @@ class _Clock:
             self.progress(self.done, self.total, left)
 
 
-def _product(objective: Objective) -> Callable[[Tensor], Tensor]:
+def _product(objective: Objective, precision: str = "fp32") -> Callable[[Tensor], Tensor]:
     loss = objective.loss().item()
     if not math.isfinite(loss):
         raise ValueError(f"the loss over the data must be finite to have a curvature, but is {loss}")
 
-    return lambda v: flatten(objective.hessian_product(unflatten(v, objective.params)))
+    def product(v: Tensor) -> Tensor:
+        with _kernels("tf32" if precision == "tf32" else "ieee"):
+            return flatten(objective.hessian_product(unflatten(v, objective.params)))
+
+    return product
 
 
 @contextmanager
-def _twice_differentiable() -> Iterator[None]:
-    """Choose kernels that are exact to float32 and have a second derivative.
+def _kernels(precision: str) -> Iterator[None]:
+    """Choose how a GPU rounds in convolutions and matrix products, and attention that has a second derivative.
 
-    TF32, torch's default for convolutions on a GPU, rounds to three digits: H v would not be linear in v beyond them,
-    nor vectors orthogonal. Fused attention has no second derivative.
+    TF32, torch's default for convolutions, leaves three digits: H v is not linear in v beyond them.
     """
     cudnn: Any = torch.backends.cudnn
     backends = [cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul]
     before = [backend.fp32_precision for backend in backends]
     try:
         for backend in backends:
-            backend.fp32_precision = "ieee"
+            backend.fp32_precision = precision
         with sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
-        for backend, precision in zip(backends, before, strict=True):
-            backend.fp32_precision = precision
+        for backend, old in zip(backends, before, strict=True):
+            backend.fp32_precision = old
 
 
 def _measured(product: Callable[[Tensor], Tensor], v: Tensor, clock: _Clock) -> tuple[float, float]:

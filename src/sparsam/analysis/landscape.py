@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from sparsam.analysis.directions import Checkpoint, Direction, Plane, principal_directions, random_directions
+from sparsam.analysis.fusion import fastest
 from sparsam.analysis.objective import Objective
 from sparsam.checks import check_choice, check_number, check_whole
 
@@ -161,7 +162,8 @@ def loss_landscape(
             Hessian eigenvectors, say.
         checkpoints: For "pca": state dicts, files with one, or checkpoints of runs.
         seed: Of random directions. Models of one architecture look in the same directions if they have the same seed.
-        precision: "fp32" computes as the weights are, "bf16" under autocast.
+        precision: "fp32" computes as the weights are, "bf16" under autocast and, on a GPU, with kernels that do several
+            things at once (:mod:`sparsam.analysis.fusion`).
         batch_size: How a pair of tensors is cut into batches.
         file: An npz file for the finished points. If it is there already, the grid goes on from it, or, with other
             settings or weights, is refused.
@@ -180,6 +182,7 @@ def loss_landscape(
     # Autocast would go on using the weights of the first point, which it has converted and kept.
     autocast = torch.autocast(objective.device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False)
     with torch.no_grad(), autocast:
+        objective = fastest(objective) if precision == "bf16" else objective
         centre = objective.loss().item()
         if not math.isfinite(centre):
             raise ValueError(f"the loss at the model's own weights must be finite, but is {centre}: {_blame(model)}")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from sparsam.analysis.products import HessianProduct
 from sparsam.autograd_graph import tensors_in
 from sparsam.passes import looked_at
 
@@ -59,11 +60,16 @@ class Objective:
         self.count = sum(self.sizes)
         if not self.count:
             raise ValueError("data must hold at least one sample, but is empty")
+        self._hessian_product = HessianProduct(model, self._loss, self.params)
 
     def parts(self) -> Iterator[Objective]:
         """Yield one objective for each batch."""
         for batch in self.batches:
             yield Objective(self.model, self.loss_fn, [batch])
+
+    def outputs(self, x: Any) -> Any:
+        """Return what the model returns."""
+        return self.model(x)
 
     def loss(self) -> Tensor:
         """Return f(w) as a float64 tensor on the device, without waiting for it."""
@@ -86,19 +92,18 @@ class Objective:
         r"""Return :math:`\nabla^2 f(w)\, v` for one tensor v a parameter."""
         total = [torch.zeros_like(p) for p in self.params]
         with looked_at(self.model), torch.enable_grad():
-            for loss, share in self._losses():
-                grads = torch.autograd.grad(loss * share, self.params, create_graph=True, materialize_grads=True)
-                dot = sum((g * v).sum() for g, v in zip(grads, vector, strict=True))
-                if not isinstance(dot, Tensor) or not dot.requires_grad:
-                    continue  # the loss is linear in the weights: this batch has no curvature
-                products = torch.autograd.grad(dot, self.params, allow_unused=True, materialize_grads=True)
-                torch._foreach_add_(total, list(products))
+            for (x, y), size in zip(self.batches, self.sizes, strict=True):
+                products = self._hessian_product(x, y, vector)
+                torch._foreach_add_(total, products, alpha=size / self.count)
         return total
 
     def _losses(self) -> Iterator[tuple[Tensor, float]]:
         for (x, y), size in zip(self.batches, self.sizes, strict=True):
-            loss = self.loss_fn(self.model(x), y)
-            yield loss.mean() if loss.dim() else loss, size / self.count
+            yield self._loss(x, y), size / self.count
+
+    def _loss(self, x: Any, y: Any) -> Tensor:
+        loss = self.loss_fn(self.outputs(x), y)
+        return loss.mean() if loss.dim() else loss
 
 
 def _batches(data: Any, batch_size: int) -> Iterable[tuple[Any, Any]]:

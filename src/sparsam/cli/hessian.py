@@ -29,6 +29,7 @@ def measure(
     products: int,
     probes: int,
     steps: int,
+    precision: str,
     memory: float,
     samples: int,
     seed: int,
@@ -37,7 +38,7 @@ def measure(
 ) -> dict[str, Any]:
     """Measure one run; write RUN/analysis/hessian.json."""
     objective = load_objective(run, samples=samples, best=best, device=device)
-    common: dict[str, Any] = {"memory_limit": memory, "seed": seed}
+    common: dict[str, Any] = {"precision": precision, "memory_limit": memory, "seed": seed}
     used = hessian.memory_needed(objective, k=top, products=products, steps=steps, memory_limit=memory)
     Console(stderr=True, highlight=False).print(
         f"{run.name}: {hessian.weights_of(objective):,} weights, {objective.count:,} images; at most {products} "
@@ -62,6 +63,7 @@ def measure(
         "density": density.to_dict(),
         "probes": probes,
         "steps": steps,
+        "precision": precision,
         "loss": objective.loss().item(),
         "samples": objective.count,
         "seed": seed,

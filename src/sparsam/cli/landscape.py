@@ -67,7 +67,8 @@ def measure(
     recipe = directory.recipe()
     if directions == "pca" and not checkpoints:
         checkpoints = [file for file in (directory.best, directory.last) if file.is_file()]
-    objective = load_objective(run, samples=samples, best=best, device=device)
+    batch_size = 2500 if device.type == "cuda" else 1000
+    objective = load_objective(run, samples=samples, batch_size=batch_size, best=best, device=device)
     about = {
         "label": recipe.method,
         "seed": recipe.train.seed,

@@ -1,0 +1,105 @@
+"""What looking at a trained network costs: one point of a landscape, one gradient, one Hessian product.
+
+The network is ResNet-18 with its first weights and the images are noise, which changes no kernel. All are timed in
+turn, round after round.
+
+    python benchmarks/looking.py --output results/looking/h200.json
+    python benchmarks/looking.py --samples 250 --rounds 3 --output results/looking/cpu.json
+"""
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+import sparsam
+from sparsam.analysis.fusion import fastest
+from sparsam.analysis.hessian import _kernels
+from sparsam.analysis.objective import Objective
+from sparsam.models import build_model
+from sparsam.timing import Clock
+from sparsam.training.environment import processor
+
+
+def works(objective, device):
+    """Return what is timed, by name."""
+    vector = [torch.randn_like(p) for p in objective.params]
+
+    def point(look, precision):
+        bf16 = torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
+        with torch.no_grad(), bf16 if precision == "bf16" else contextlib.nullcontext():
+            look.loss()
+
+    def product(precision, look=objective):
+        with _kernels(precision):
+            look.hessian_product(vector)
+
+    table = {"point, fp32": lambda: point(objective, "fp32")}
+    if device.type == "cuda":
+        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            fused = fastest(objective)
+        table |= {
+            "point, bf16, not fused": lambda: point(objective, "bf16"),
+            "point, bf16": lambda: point(fused, "bf16"),
+        }
+    reverse = Objective(objective.model, objective.loss_fn, objective.batches)
+    reverse._hessian_product.forward_mode = False
+    table |= {
+        "gradient, fp32": objective.gradient,
+        "product, fp32": lambda: product("ieee"),
+        "product, fp32, reverse mode": lambda: product("ieee", reverse),
+    }
+    if device.type == "cuda":
+        table["product, tf32"] = lambda: product("tf32")
+    return table
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=10_000)
+    parser.add_argument("--batch-size", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    torch.manual_seed(0)
+    model = build_model("resnet18", 100).to(device, memory_format=torch.channels_last)
+    x, y = torch.randn(options.samples, 3, 32, 32), torch.randint(0, 100, (options.samples,))
+    objective = Objective(model, F.cross_entropy, (x, y), batch_size=options.batch_size)
+    table, clock = works(objective, device), Clock(device)
+    rounds = {name: [] for name in table}
+    for turn in range(options.rounds + 1):
+        for name, work in table.items():
+            seconds = clock.time(work)
+            if turn:  # the first one warms up
+                rounds[name].append(seconds)
+        print(f"round {turn} of {options.rounds}", file=sys.stderr)
+    result = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "sparsam": sparsam.__version__,
+        "samples": options.samples,
+        "batch_size": options.batch_size,
+        "seconds": rounds,
+    }
+    print(f"\n{result['device']}, torch {result['torch']}, ResNet-18, {options.samples} images of 3×32×32\n")
+    print("| work | s (smallest – largest) | ms an image |\n| --- | --- | --- |")
+    for name, times in rounds.items():
+        middle = statistics.median(times)
+        print(
+            f"| {name} | {middle:.4g} ({min(times):.4g} – {max(times):.4g}) | {1000 * middle / options.samples:.3g} |"
+        )
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
