@@ -129,3 +129,34 @@ def hostile_run(root):
         environment={"device": HOSTILE, "git": HOSTILE, "torch": HOSTILE},
         summary={"method": HOSTILE, "extra": {HOSTILE: 1}},
     )
+
+
+# What is looked at
+
+
+def analysed_runs(root, figures):
+    """Two runs, really trained, and all that the commands find out about them and draw."""
+    import torch
+
+    from sparsam.analysis.mask_figure import draw_masks
+    from sparsam.analysis.run_sharpness import measure_sharpness
+    from sparsam.cli import gradients, hessian, landscape
+    from sparsam.training import load_recipe, train
+    from sparsam.training.rundir import RunDirectory
+
+    device = torch.device("cpu")
+    runs = [root / f"digits-{method}-seed0" for method in ("sgd", "ssam-f")]
+    for run in runs:
+        train(load_recipe(f"recipes/{run.name[:-6]}.toml", ["train.epochs=1"]), run, device=device)
+        measure_sharpness(run, rho=0.2, samples=64, noise=2, best=run is runs[0], device=device)
+    some = {"samples": 64, "seed": 0, "precision": "fp32", "best": False, "device": device}
+    few = {"top": 5, "products": 20, "probes": 2, "steps": 5, "memory": 1.0}
+    hessian.show(runs, [hessian.measure(run, **some, **few) for run in runs], figures)
+    few = {"rho": 0.1, "batch_size": 64, "batches": 1, "best": False, "device": device}
+    gradients.show(runs, [gradients.measure(run, **few) for run in runs], figures)
+    few = {"points": 4, "range": 1.0, "directions": "random", "checkpoints": []}
+    for dimensions in (1, 2):
+        found = [landscape.measure(run, dimensions=dimensions, **some, **few) for run in runs]
+        landscape.show(runs, found, figures)
+    draw_masks([(run.name, RunDirectory(run).metrics()) for run in runs[1:]], figures / "masks")
+    return runs

@@ -8,7 +8,18 @@ import numpy as np
 import pytest
 
 from browser import Page
-from report_runs import EPOCHS, HOSTILE, LAYERS, METHODS, accuracies, hostile_run, make_run, make_runs, metric
+from report_runs import (
+    EPOCHS,
+    HOSTILE,
+    LAYERS,
+    METHODS,
+    accuracies,
+    analysed_runs,
+    hostile_run,
+    make_run,
+    make_runs,
+    metric,
+)
 from sparsam.report import write_report
 
 
@@ -303,6 +314,47 @@ def test_recipes_are_folded_away(page):
     assert settings.is_displayed()
     assert "weight_decay\n0.001" in settings.text
     assert page.text("details .folder")[2] == "run-2"
+
+
+@pytest.fixture(scope="module")
+def analysed(tmp_path_factory):
+    root = tmp_path_factory.mktemp("analysed")
+    return analysed_runs(root / "two runs", root / "analysis")
+
+
+def test_page_shows_the_minima(chromium, analysed, tmp_path):
+    page = Page(chromium, write_report(analysed, analysed[0].parent / "page.html"))
+    page.problems()
+    for look in ({}, {"scheme": "dark"}, {"width": 360, "phone": True}):
+        page.open(**look)
+        for summary in page.all("#minima summary, .runs summary"):
+            summary.click()
+        sizes = page.js("return [...document.images].map(i => [i.naturalWidth, i.clientWidth, i.clientHeight])")
+        assert len(sizes) == 8
+        assert min(map(min, sizes)) > 60
+        assert page.js("const page = document.documentElement; return page.scrollWidth - page.clientWidth") == 0
+        assert [text for text, ink, paper in page.js(TEXTS) if contrast(ink, paper) < 4.5] == []
+        page.screenshot(tmp_path / "minima.png")
+    asked = page.js("return performance.getEntriesByType('resource').map(entry => entry.name)")
+    assert [name for name in asked if not name.startswith("data:")] == []
+    assert [section.text.split("\n")[0] for section in page.all(".results section")][:5] == [
+        f"analysis/{name}"
+        for name in ("gradients.json", "hessian.json", "landscape-line.npz", "landscape.npz", "sharpness.json")
+    ]
+    assert page.problems() == []
+    next(link for link in page.all("#minima a") if link.text == "landscape.html").click()
+    assert page.text("h1") == ["Loss landscape: resnet-small on digits"]
+    assert page.problems() == []
+
+
+def test_page_stands_alone(chromium, analysed, tmp_path):
+    page = Page(chromium, write_report(analysed, tmp_path / "page.html", analysed[0].parents[1] / "analysis"))
+    (tmp_path / "far" / "away").mkdir(parents=True)
+    page.path = page.path.rename(tmp_path / "far" / "away" / "page.html")  # its links lead nowhere now
+    page.problems()
+    page.open()
+    assert page.js("return [...document.images].every(i => i.naturalWidth > 0)")
+    assert page.problems() == []
 
 
 def test_hostile_names_stay_names(chromium, tmp_path):

@@ -164,8 +164,18 @@ def compare(
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Directories of runs.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("runs/report.html"),
+    figures: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Where landscape, hessian, gradients and masks have drawn; default: analysis beside the page, beside "
+            "the runs or one higher.",
+        ),
+    ] = None,
 ) -> None:
     """Write one self-contained HTML page about runs, and print its table.
+
+    What other commands have measured of the runs and drawn of them is on the page, with links to the files.
 
     Example:
     ```
@@ -174,7 +184,7 @@ def report(
     """
     runs = [run for run in runs if run.suffix != ".html"]  # pages beside the runs, where a shell's * finds them
     _show(runs)
-    rich.print(f"The page: {write_report(runs, output)}")
+    rich.print(f"The page: {write_report(runs, output, figures)}")
 
 
 @app.command()

@@ -6,7 +6,6 @@ finished, they come from the epochs there are, and `Method.notes` says so.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -16,12 +15,10 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
+from sparsam.report.record import Record, ReportError, is_number, read_text, shown
+
 # Settings in which the seeds of one method may differ.
 INCIDENTAL = {"train.seed", "mask.seed", "data.root", "data.workers", "train.checkpoint_epochs"}
-
-
-class ReportError(ValueError):
-    """A run that cannot be shown; the message names the file and the problem."""
 
 
 @dataclass(frozen=True)
@@ -288,8 +285,8 @@ def read_run(directory: Path) -> Run:
         raise ReportError(f"{directory} is not a directory")
     if not (directory / "recipe.json").is_file():
         raise ReportError(f"{directory} is not a run directory: it has no recipe.json")
-    recipe = _Record.read(directory / "recipe.json")
-    environment = _Record.read(directory / "environment.json")
+    recipe = Record.read(directory / "recipe.json")
+    environment = Record.read(directory / "environment.json")
     finished = (directory / "summary.json").exists()
     metrics = _read_metrics(directory / "metrics.jsonl", finished)
     for key in ("model.name", "data.name", "mask.kind", "train.precision"):
@@ -322,7 +319,7 @@ def read_run(directory: Path) -> Run:
     )
     if not finished:
         return _with_metrics(run)
-    run = _with_summary(run, _Record.read(directory / "summary.json"))
+    run = _with_summary(run, Record.read(directory / "summary.json"))
     return replace(run, extra={**run.extra, **_sharpness(directory / "analysis" / "sharpness.json")})
 
 
@@ -330,20 +327,20 @@ def _sharpness(path: Path) -> dict[str, float]:
     """Return what `sparsam sharpness` has measured of a run, as columns of the table."""
     if not path.is_file():
         return {}
-    measured = _Record.read(path)
+    measured = Record.read(path)
     rise = f"Loss rise, ρ = {measured.number('rho'):g}"
     return {rise: measured.number("worst_case"), "λ1": measured.number("lambda1")}
 
 
-def _with_summary(run: Run, summary: _Record) -> Run:
+def _with_summary(run: Run, summary: Record) -> Run:
     if summary.text("evaluated_on") not in ("test", "validation"):
         raise summary.wrong("evaluated_on", "'test' or 'validation'")
     extra = summary.values.get("extra") or {}
     if not isinstance(extra, dict):
         raise summary.wrong("extra", "an object")
     for label, value in extra.items():
-        if value is not None and not (_is_number(value) and math.isfinite(value)):
-            raise ReportError(f"{summary.source}: extra {label!r} must be a number, but is {_shown(value)}")
+        if value is not None and not (is_number(value) and math.isfinite(value)):
+            raise ReportError(f"{summary.source}: extra {label!r} must be a number, but is {shown(value)}")
     return replace(
         run,
         name=summary.text("name"),
@@ -381,15 +378,15 @@ def _with_metrics(run: Run) -> Run:
 def _read_metrics(path: Path, finished: bool) -> tuple[Epoch, ...]:
     if not finished and not path.exists():
         return ()
-    text = _read_text(path)
+    text = read_text(path)
     lines = text.splitlines()
     if not finished and lines and not text.endswith("\n"):
         lines.pop()  # the trainer is writing it, or was killed while it did
     epochs: list[Epoch] = []
     for number, line in enumerate(lines, 1):
-        record = _Record.parse(line, f"{path}, line {number}")
+        record = Record.parse(line, f"{path}, line {number}")
         density = record.values.get("mask_density")
-        if density is not None and not (isinstance(density, dict) and all(map(_is_number, density.values()))):
+        if density is not None and not (isinstance(density, dict) and all(map(is_number, density.values()))):
             raise record.wrong("mask_density", "an object of numbers or null")
         loss = record.values.get("train_loss")
         epoch = Epoch(
@@ -408,88 +405,3 @@ def _read_metrics(path: Path, finished: bool) -> tuple[Epoch, ...]:
     if finished and not epochs:
         raise ReportError(f"{path} is empty, but the run is finished")
     return tuple(epochs)
-
-
-@dataclass(frozen=True)
-class _Record:
-    """A JSON object that complains by the name of its file."""
-
-    source: str
-    values: dict[str, Any]
-
-    @classmethod
-    def read(cls, path: Path) -> _Record:
-        return cls.parse(_read_text(path), str(path))
-
-    @classmethod
-    def parse(cls, text: str, source: str) -> _Record:
-        try:
-            values = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ReportError(f"{source} is not valid JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise ReportError(f"{source} must hold a JSON object, but holds {_shown(values)}")
-        return cls(source, values)
-
-    def get(self, key: str) -> Any:
-        value: Any = self.values
-        for part in key.split("."):
-            if not isinstance(value, dict) or part not in value:
-                raise ReportError(f"{self.source} has no {key!r}")
-            value = value[part]
-        return value
-
-    def wrong(self, key: str, allowed: str) -> ReportError:
-        return ReportError(f"{self.source}: {key} must be {allowed}, but is {_shown(self.get(key))}")
-
-    def text(self, key: str) -> str:
-        value = self.get(key)
-        if not isinstance(value, str) or not value:
-            raise self.wrong(key, "a text")
-        return value
-
-    def flag(self, key: str) -> bool:
-        value = self.get(key)
-        if not isinstance(value, bool):
-            raise self.wrong(key, "true or false")
-        return value
-
-    def number(self, key: str, *, finite: bool = True) -> float:
-        value = self.get(key)
-        if not _is_number(value) or (finite and not math.isfinite(value)):
-            raise self.wrong(key, "a number")
-        return float(value)
-
-    def optional(self, key: str) -> float | None:
-        return None if self.values.get(key) is None else self.number(key)
-
-    def whole(self, key: str) -> int:
-        value = self.get(key)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise self.wrong(key, "a whole number")
-        return value
-
-    def time(self, key: str) -> datetime:
-        text = self.text(key)
-        try:
-            return datetime.fromisoformat(text)
-        except ValueError as error:
-            raise self.wrong(key, "an ISO time") from error
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise ReportError(f"{path.parent} has no {path.name}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ReportError(f"{path} cannot be read: {error}") from error

@@ -1,4 +1,4 @@
-"""What self-contained pages need: data inside a script element, and hashes for the content security policy."""
+"""What self-contained pages need: data inside elements, and hashes for the content security policy."""
 
 from __future__ import annotations
 
@@ -17,3 +17,12 @@ def embedded(data: Any) -> str:
     """Write JSON that cannot end the script element it stands in."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def data_uri(data: bytes, kind: str) -> str:
+    """Return an address that holds the data itself.
+
+    >>> data_uri(b"hello", "text/plain")
+    'data:text/plain;base64,aGVsbG8='
+    """
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"

@@ -15,20 +15,25 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from sparsam.report.collect import Method, ReportError, Run, collect
+from sparsam.report.collect import Method, Run, collect
 from sparsam.report.embedding import content_hash, embedded
+from sparsam.report.figures import Figure, find_figures
+from sparsam.report.looking import figures_html, results_html
+from sparsam.report.record import ReportError
+from sparsam.report.results import read_results
 from sparsam.report.table import Cell, Table, accuracy_label, summary_table
 
 COLOURS = 7  # .m0 to .m6 in page.css
 DASHES = 5  # .d0 to .d4; no common factor with the colours, so 35 methods differ
 
 
-def write_report(runs: list[Path], destination: Path) -> Path:
+def write_report(runs: list[Path], destination: Path, figures: Path | None = None) -> Path:
     """Write one self-contained page that compares training runs.
 
     Args:
         runs: Run directories. Those with the same recipe name are seeds of one method.
         destination: The file to write, or a directory, in which it is named `report.html`.
+        figures: The folder in which commands have drawn the runs; default: see :func:`~.figures.find_figures`.
 
     Returns:
         The path of the page.
@@ -36,10 +41,12 @@ def write_report(runs: list[Path], destination: Path) -> Path:
     Raises:
         ReportError: There is no run, one cannot be read, or the page cannot be written.
     """
-    page = _page(collect(runs))
     destination = Path(destination)
     if destination.is_dir():
         destination = destination / "report.html"
+    methods = collect(runs)
+    drawn = find_figures([run for method in methods for run in method.runs], destination, figures)
+    page = _page(methods, drawn, destination)
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
         destination.write_text(page, encoding="utf-8", newline="\n")
@@ -48,7 +55,7 @@ def write_report(runs: list[Path], destination: Path) -> Path:
     return destination
 
 
-def _page(methods: Sequence[Method]) -> str:
+def _page(methods: Sequence[Method], drawn: Sequence[Figure], destination: Path) -> str:
     package = files(__package__)
     style, script = (package.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     runs = [run for method in methods for run in method.runs]
@@ -56,13 +63,18 @@ def _page(methods: Sequence[Method]) -> str:
     return Template(package.joinpath("page.html").read_text(encoding="utf-8")).substitute(
         policy=escape(
             f"default-src 'none'; style-src '{content_hash(style)}'; script-src '{content_hash(script)}'; "
-            f"base-uri 'none'; form-action 'none'"
+            f"img-src data:; base-uri 'none'; form-action 'none'"
         ),
         title=escape(title),
         sentence=escape(_sentence(methods)),
         facts="\n".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in _facts(runs)),
         table=_table(summary_table(methods)),
-        recipes="\n".join(_details(method, run, index) for index, method in enumerate(methods) for run in method.runs),
+        minima=figures_html(drawn, destination),
+        recipes="\n".join(
+            _details(method, run, index, results_html(read_results(run.directory), destination))
+            for index, method in enumerate(methods)
+            for run in method.runs
+        ),
         data=embedded(_data(methods)),
         style=style,
         script=script,
@@ -138,7 +150,7 @@ def _cell(cell: Cell) -> str:
     return f"<span>{escape(cell.text)}</span>{note}"
 
 
-def _details(method: Method, run: Run, index: int) -> str:
+def _details(method: Method, run: Run, index: int, results: str) -> str:
     state = "" if run.finished else ' <em class="badge">unfinished</em>'
     plain = {key: value for key, value in run.recipe.items() if not isinstance(value, dict)}
     sections = {"recipe": plain, **{k: v for k, v in run.recipe.items() if isinstance(v, dict)}}
@@ -147,7 +159,7 @@ def _details(method: Method, run: Run, index: int) -> str:
     return (
         f"<details><summary>{_swatch(index)}<span>{escape(method.label)}, seed {run.seed}{state}</span>"
         f'<span class="folder">{escape(run.directory.resolve().name)}</span></summary>'
-        f'<div class="settings">{lists}</div></details>'
+        f'{results}<div class="settings">{lists}</div></details>'
     )
 
 

@@ -1,0 +1,88 @@
+"""What the commands that look at a trained run have left in RUN/analysis, in a few numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparsam.report.record import Record, ReportError
+from sparsam.report.table import NONE
+
+
+@dataclass(frozen=True)
+class Result:
+    """A file, and what it says in short; files that no command of ours has made say nothing."""
+
+    file: Path
+    numbers: dict[str, str]
+
+
+def read_results(run: Path) -> list[Result]:
+    """Return what is known about a run, by the name of the file.
+
+    Raises:
+        ReportError: A file is not as it should be.
+    """
+    files = sorted(file for file in (run / "analysis").glob("*.*") if file.suffix in (".json", ".npz"))
+    return [Result(file, READERS[file.name](file) if file.name in READERS else {}) for file in files]
+
+
+def _sharpness(file: Path) -> dict[str, str]:
+    found = Record.read(file)
+    return {
+        f"loss rise, ρ = {found.number('rho'):g}": f"{found.number('worst_case'):.3g}",
+        "λ1": f"{found.number('lambda1'):.3g}",
+        **_of_the_best(found.values.get("weights")),
+    }
+
+
+def _hessian(file: Path) -> dict[str, str]:
+    found = Record.read(file)
+    values, ratio, error = found.numbers("eigenvalues"), found.optional("ratio"), found.optional("trace_error")
+    return {
+        "λ1": f"{values[0]:.4g}",
+        "λ5": f"{values[4]:.4g}" if len(values) > 4 else NONE,
+        "λ1/λ5": NONE if ratio is None else f"{ratio:.2f}",
+        "trace": f"{found.number('trace'):.4g}" + ("" if error is None else f" ± {error:.2g}"),
+        **({} if found.flag("converged") else {"converged": "no"}),
+        **_of_the_best(found.values.get("weights")),
+    }
+
+
+def _gradients(file: Path) -> dict[str, str]:
+    found = Record.read(file)
+    below = found.number("below_zero.")  # the layers' shares have names, that of all weights has none
+    return {f"weights with r < 0, ρ = {found.number('rho'):g}": f"{100 * below:.1f} %"}
+
+
+def _landscape(file: Path) -> dict[str, str]:
+    from sparsam.analysis.landscape import Landscape
+
+    try:
+        found = Landscape.load(file)
+    except ValueError as error:
+        raise ReportError(str(error)) from error
+    # The median of a part of the grid would not compare with others.
+    whole = found.complete and math.isfinite(found.median)
+    return {
+        "loss at w": f"{found.centre:.4g}",
+        "median": f"{found.median:.4g}" if whole else NONE,
+        **({} if found.complete else {"points": f"{found.finished} of {found.losses.size}"}),
+        **_of_the_best(found.about.get("weights")),
+    }
+
+
+def _of_the_best(weights: object) -> dict[str, str]:
+    """Say so where it was not the last epoch's weights that were looked at."""
+    return {"weights": "of the best epoch"} if weights == "best" else {}
+
+
+READERS: dict[str, Callable[[Path], dict[str, str]]] = {
+    "sharpness.json": _sharpness,
+    "hessian.json": _hessian,
+    "gradients.json": _gradients,
+    "landscape.npz": _landscape,
+    "landscape-line.npz": _landscape,
+}
