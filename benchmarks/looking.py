@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import sparsam
 from sparsam.analysis.fusion import fastest
-from sparsam.analysis.hessian import _kernels
+from sparsam.analysis.kernels import kernels
 from sparsam.analysis.objective import Objective
 from sparsam.models import build_model
 from sparsam.timing import Clock
@@ -30,25 +30,27 @@ def works(objective, device):
     """Return what is timed, by name."""
     vector = [torch.randn_like(p) for p in objective.params]
 
-    def point(look, precision):
+    def point(precision, forward=None):
         bf16 = torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
         with torch.no_grad(), bf16 if precision == "bf16" else contextlib.nullcontext():
-            look.loss()
+            if forward is not None:
+                forward.refresh()
+            objective.loss(forward)
 
     def product(precision, look=objective):
-        with _kernels(precision):
+        with kernels(precision):
             look.hessian_product(vector)
 
-    table = {"point, fp32": lambda: point(objective, "fp32")}
+    table = {"point, fp32": lambda: point("fp32")}
     if device.type == "cuda":
         with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
             fused = fastest(objective)
         table |= {
-            "point, bf16, not fused": lambda: point(objective, "bf16"),
-            "point, bf16": lambda: point(fused, "bf16"),
+            "point, bf16, not fused": lambda: point("bf16"),
+            "point, bf16": lambda: point("bf16", fused),
         }
     reverse = Objective(objective.model, objective.loss_fn, objective.batches)
-    reverse._hessian_product.forward_mode = False
+    reverse.product.forward_mode = False
     table |= {
         "gradient, fp32": objective.gradient,
         "product, fp32": lambda: product("ieee"),

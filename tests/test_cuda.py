@@ -350,9 +350,10 @@ def test_a_landscape_in_bf16_runs_fused_without_waiting_and_is_that_of_fp32():
     with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
         fast = fastest(objective)
         assert len(fast.fused) == 20  # ResNet-18's convolutions
-        fast.loss()
+        objective.loss(fast)
         with no_waiting():
-            fast.loss()
+            fast.refresh()
+            objective.loss(fast)
     options = {"dimensions": 1, "points": 9, "range": 0.5}
     plain, bf16 = (
         loss_landscape(objective.model, F.cross_entropy, objective.batches, precision=precision, **options)
@@ -375,12 +376,12 @@ def test_what_cudnn_does_not_fuse_runs_as_it_is():
     x, y = torch.randn(6, 3, 9, 9, device="cuda"), torch.randint(0, 8, (6,), device="cuda")
     objective = Objective(Broadcast().cuda(), F.cross_entropy, (x, y))
     with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
-        torch.testing.assert_close(fastest(objective).loss(), objective.loss(), rtol=1e-2, atol=0)
+        assert fastest(objective) is None
 
 
 def test_eigenvalues_found_with_tf32_are_those_of_fp32():
     objective = resnet_objective()
     exact, fast = (top_eigenvalues(objective, 3, precision=precision) for precision in ("fp32", "tf32"))
     assert exact.converged
-    assert objective._hessian_product.forward_mode
+    assert objective.product.forward_mode
     torch.testing.assert_close(torch.tensor(fast.values), torch.tensor(exact.values), rtol=1e-3, atol=0)

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from browser import Page
 from cases import same, task, weights
 from sparsam.analysis.directions import filter_normalised, principal_directions, random_directions
-from sparsam.analysis.landscape import Landscape, evaluate_points, loss_landscape
+from sparsam.analysis.hessian import top_eigenvalues
+from sparsam.analysis.landscape import Landscape, loss_landscape
 from sparsam.analysis.landscape_figure import Scale, caption, draw_figures, labels
 from sparsam.analysis.landscape_page import write_page
 from sparsam.analysis.objective import Objective
@@ -525,17 +526,28 @@ def test_a_model_without_filters_is_refused():
         loss_landscape(model, F.mse_loss, (torch.randn(4, 3), torch.randn(4, 3)))
 
 
-def test_the_evaluation_can_be_replaced():
-    t = task()
-    seen = []
+def test_numbers_of_numpy_and_what_cannot_be_saved(tmp_path):
+    t, file = task(), tmp_path / "l.npz"
+    options = {"points": np.int64(3), "seed": np.int64(1), "file": file}
+    assert loss_landscape(t.model, F.cross_entropy, (t.x, t.y), **options).settings["points"] == 3
+    assert Landscape.load(file).complete
+    with pytest.raises(TypeError, match="not JSON serializable"):  # before the first point
+        loss_landscape(t.model, F.cross_entropy, (t.x, t.y), about={"run": tmp_path}, progress=lambda *_: 1 / 0)
+    for dimensions in (True, 1.0, 3):
+        with pytest.raises(ValueError, match=rf"^dimensions must be 1 or 2, but is {dimensions}$"):
+            loss_landscape(t.model, F.cross_entropy, (t.x, t.y), dimensions=dimensions)
 
-    def evaluate(objective, plane, points, losses, done):
-        seen.append((len(objective.batches), points[0], points[1], losses.dtype))
-        evaluate_points(objective, plane, points, losses, done)
 
-    found = loss_landscape(t.model, F.cross_entropy, (t.x, t.y), points=3, evaluate=evaluate)
-    assert seen == [(1, (-1.0, -1.0), (0.0, -1.0), torch.float64)]  # a runs faster than b
-    assert found.complete
+def test_eigenvectors_are_directions():
+    """Along the eigenvectors of a quadratic the loss is f(w) + g·s + λ a² / 2."""
+    model, x, y = regression()
+    objective = Objective(model, F.mse_loss, (x, y))
+    found = top_eigenvalues(objective, 2, tolerance=1e-9)
+    line = loss_landscape(
+        model, F.mse_loss, (x, y), dimensions=1, points=5, directions=found.directions(objective)[1:], range=2.0
+    )
+    curvature = (line.losses[0] - 2 * line.losses[2] + line.losses[4]) / 2**2
+    assert curvature == pytest.approx(found.values[1], rel=1e-8)
 
 
 # Pictures

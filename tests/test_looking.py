@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 
 import pytest
 import torch
 from torch.nn import functional as F
 
+from sparsam.analysis.results import write_result
 from sparsam.data import load_digits
 from sparsam.data.augment import normalise
 from sparsam.masks.selection import random_generator
@@ -82,9 +84,8 @@ def test_sharpness_of_a_run(run):
     assert f"{result['worst_case']:.3g}" in text
     again = sparsam("sharpness", run, "--redraw").stdout
     assert again == text
-    report = sparsam("report", run, "--output", run.parent / "page.html").stdout
+    assert "λ1" in sparsam("report", run, "--output", run.parent / "page.html").stdout
     assert "Loss rise" in (run.parent / "page.html").read_text()
-    assert report
 
 
 def test_gradients_of_a_run(run, tmp_path):
@@ -124,6 +125,24 @@ def test_masks_of_a_run(run, tmp_path):
     assert 0 < metrics[1]["mask_kept"] < 1
 
 
+def test_a_rise_that_is_infinite_is_shown_and_stops_no_report(run, tmp_path):
+    file = run / "analysis" / "sharpness.json"
+    kept = file.read_text() if file.exists() else None
+    write_result(run, "sharpness", {"rho": 0.1, "worst_case": math.inf, "lambda1": 3.0, "weights": "last"})
+    assert json.loads(file.read_text())["worst_case"] is None
+    sparsam("report", run, "--output", tmp_path / "page.html")
+    assert "not finite" in (tmp_path / "page.html").read_text()
+    file.unlink() if kept is None else file.write_text(kept)
+
+
+def test_nothing_is_measured_if_a_later_run_is_missing(run, tmp_path):
+    (run / "analysis" / "hessian.json").unlink(missing_ok=True)
+    for command in ("hessian", "gradients", "sharpness", "landscape"):
+        error = sparsam(command, run, tmp_path, "--device", "cpu", code=1).stderr
+        assert f"{tmp_path} is not the directory of a run" in error
+    assert not (run / "analysis" / "hessian.json").exists()
+
+
 def test_what_cannot_be_looked_at(run, tmp_path):
     for arguments, text in [
         (["sharpness", tmp_path], f"error: {tmp_path} is not the directory of a run: it has no recipe.json"),
@@ -151,3 +170,6 @@ def test_compare_measures_what_is_missing(tmp_path):
     before = file.stat().st_mtime_ns
     sparsam(*command, "--device", "cpu")
     assert file.stat().st_mtime_ns == before
+    sparsam("sharpness", file.parent.parent, "--best", "--device", "cpu")  # of other weights, so not what compare needs
+    sparsam(*command, "--device", "cpu")
+    assert json.loads(file.read_text())["weights"] == "last"

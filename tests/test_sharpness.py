@@ -169,11 +169,17 @@ def test_frozen_weights_are_not_looked_at_and_shared_ones_once():
         Objective(t.model, F.cross_entropy, (t.x, t.y))
 
 
+BATCHES = "data must be a pair of tensors or batches of (inputs, targets), but "
 REFUSED = [
     (lambda t: (t.x, t.y[:3]), ValueError, "data must have a target for each input, but has 24 inputs and 3 targets"),
     (lambda t: [], ValueError, "data must hold at least one sample, but is empty"),
-    (lambda t: t.x, TypeError, "data must be a pair of tensors or an iterable of (inputs, targets), but is Tensor"),
-    (lambda t: 3, TypeError, "data must be a pair of tensors or an iterable of (inputs, targets), but is int"),
+    (lambda t: [(t.x[:0], t.y[:0])], ValueError, "data must hold at least one sample, but is empty"),
+    (lambda t: t.x, TypeError, f"{BATCHES}is a Tensor"),
+    (lambda t: 3, TypeError, f"{BATCHES}is a int"),
+    (lambda t: (t.x.numpy(), t.y.numpy()), TypeError, f"{BATCHES}holds a ndarray"),
+    (lambda t: [(t.x, t.y, t.y)], TypeError, f"{BATCHES}holds a tuple of 3"),
+    (lambda t: [{"x": t.x}], TypeError, f"{BATCHES}holds a dict"),
+    (lambda t: [("some", t.y)], TypeError, "the inputs of a batch must hold a tensor, but are str"),
 ]
 
 
@@ -185,6 +191,43 @@ def test_data_that_is_refused(data, kind, text):
     assert str(error.value) == text
 
 
+def test_an_empty_batch_counts_for_nothing():
+    t = task()
+    with_it = Objective(t.model, F.cross_entropy, [(t.x[:0], t.y[:0]), (t.x, t.y)])
+    assert with_it.loss() == Objective(t.model, F.cross_entropy, (t.x, t.y)).loss()
+
+
+def test_models_that_are_refused():
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.linear(x.sub_(0.5))
+
+    x, y = torch.ones(4, 3), torch.zeros(4, dtype=torch.long)
+    words = nn.Sequential(nn.Embedding(5, 2, max_norm=1.0), nn.Flatten(), nn.Linear(6, 2))
+    for model, inputs, text in [
+        (Writes(), x, "model must leave its inputs as they are, but has written into them: every look differs"),
+        (words, x.long(), "model must not change its weights when it is run, but '0' has a max_norm"),
+        (nn.Linear(3, 2, dtype=torch.complex64), x, "model must have real weights, but some are complex"),
+    ]:
+        with pytest.raises(ValueError) as error:
+            Objective(model, F.cross_entropy, (inputs, y)).loss()
+        assert str(error.value) == text
+
+
+def test_a_rise_without_end_is_infinite():
+    """Whether the loss becomes infinite or NaN at w + eps."""
+    model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    nn.init.ones_(model.weight)
+    x = torch.ones(1, 1, dtype=torch.float64)
+    for worse in (math.inf, math.nan):
+        objective = Objective(model, lambda o, y, worse=worse: o.where(o <= 1, torch.tensor(worse)).mean(), (x, x))
+        assert worst_case(objective, 0.1) == math.inf
+
+
 def test_arguments_that_are_refused():
     objective = quadratic()
     for call, text in [
@@ -192,11 +235,32 @@ def test_arguments_that_are_refused():
         (lambda: worst_case(objective, 0.1, steps=0), "steps must be a whole number >= 1, but is 0"),
         (lambda: worst_case(objective, 0.1, mask=[]), "mask must have an entry for each of 1 parameters, but has 0"),
         (lambda: average_case(objective, 0.1, samples=1), "samples must be a whole number >= 2, but is 1"),
+        (
+            lambda: gradient_difference(objective, 0.1, mask=[]),
+            "mask must have an entry for each of 1 parameters, but has 0",
+        ),
+        (
+            lambda: Objective(objective.model, half_square, (torch.ones(2, 3), torch.ones(2, 1)), batch_size=0),
+            "batch_size must be a whole number >= 1, but is 0",
+        ),
         (lambda: gradient_difference(objective, 0.1, bins=0), "bins must be a whole number >= 1, but is 0"),
     ]:
         with pytest.raises(ValueError) as error:
             call()
         assert str(error.value) == text
+
+
+def test_a_parameter_of_the_model_itself_is_counted_once():
+    class Shifted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shift, self.linear = nn.Parameter(torch.ones(3)), nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.linear(x + self.shift).tanh()
+
+    found = gradient_difference(Objective(Shifted(), F.cross_entropy, (torch.randn(4, 3), torch.tensor([0, 1, 0, 1]))))
+    assert {name: sum(row) for name, row in found.counts.items()} == {"": 11, "shift": 3, "linear": 8}
 
 
 def test_gradient_differences_against_a_loop_over_single_weights():

@@ -132,7 +132,8 @@ class Plane:
 
     @torch.no_grad()
     def __init__(self, params: Sequence[Tensor], directions: Sequence[Direction]) -> None:
-        moved = [i for i in range(len(params)) if any(bool(d[i].any()) for d in directions)]
+        some = torch.stack([torch.stack([d[i].any() for d in directions]).any() for i in range(len(params))])
+        moved = [i for i, moves in enumerate(some.tolist()) if moves]
         self._saved = save(params[i] for i in moved)
         place = {id(params[i]): i for i in moved}
         self._directions = [

@@ -10,6 +10,8 @@ and cuDNN adds the shift, a shortcut and the ReLU before anything is written to 
 
 from __future__ import annotations
 
+import copy
+import inspect
 import operator
 from typing import Any
 
@@ -18,53 +20,75 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
+from sparsam.analysis.kernels import kernels
 from sparsam.analysis.objective import Objective
 from sparsam.passes import looked_at
 
 RELUS = (F.relu, torch.relu, "relu", "relu_")  # functions, and methods of tensors
-ADDITIONS = (operator.add, operator.iadd, torch.add)
 CHANNELS = 8  # tensor cores take so many at a time: with 3, cuDNN falls back to a kernel that is six times slower
-AGREEMENT = 1e-2  # of the losses with and without fusion, by bf16's rounding
+SAME = 1e-4  # the relative difference of two losses in float32 that are the same function
+BF16 = 2e-2  # and of one in bf16
 
 
-def fastest(objective: Objective) -> Objective:
-    """Return the objective with fused kernels where they compute the same, or else as it is.
+def fastest(objective: Objective) -> FusedForward | None:
+    """Return a faster forward pass of an objective's model in bf16; None where there is none that computes the same.
 
-    It is to be used under autocast, for bf16.
+    What it does not fuse runs as it is, so it is to be called under autocast.
     """
     if objective.device.type != "cuda":
-        return objective  # a CPU's convolutions gain nothing
-    candidate = FusedObjective(objective)
+        return None  # a CPU's convolutions gain nothing
     try:
-        agrees = torch.isclose(candidate.loss(), objective.loss(), rtol=AGREEMENT)
-    except RuntimeError:  # a sum of unequal shapes, say, which cuDNN does not take
-        return objective
-    return candidate if agrees else objective
+        return FusedForward(objective.model, torch.bfloat16) if _same(objective) else None
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # what cannot be copied, traced, or run so: there is the model itself
+        return None
 
 
-class FusedObjective(Objective):
-    """An objective whose model runs with fused kernels in bf16; its weights remain the model's own.
+def _same(objective: Objective) -> bool:
+    """Tell whether the first batch has the same loss: in float32 without cuDNN's fusion, and in bf16 with it.
+
+    The first is sharp: a trace does not see that `x += h` changes an x that is used again.
+    """
+    part = next(objective.parts())
+    exact, fast = (FusedForward(objective.model, dtype) for dtype in (torch.float32, torch.bfloat16))
+    if not fast.fused:
+        return False
+    exact.with_cudnn(False)
+    with torch.autocast(objective.device.type, enabled=False), kernels():
+        same = torch.isclose(part.loss(exact), part.loss(), rtol=SAME)
+    with torch.autocast(objective.device.type, torch.bfloat16, cache_enabled=False):
+        near = torch.isclose(part.loss(fast), part.loss(), rtol=BF16)
+    return bool(same & near)
+
+
+class FusedForward:
+    """x -> what a model in eval mode returns for it, with the model's own weights at the time of the last refresh.
 
     Args:
-        objective: Of any model. What cannot be fused runs as it is.
+        model: Any module; nothing of it changes.
         dtype: For the convolutions that are fused.
     """
 
-    def __init__(self, objective: Objective, dtype: torch.dtype = torch.bfloat16) -> None:
-        super().__init__(objective.model, objective.loss_fn, objective.batches)
-        with looked_at(self.model):
-            self.module = fused(self.model, dtype) or self.model
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        with looked_at(model):
+            self.module = fused(model, dtype)
         self.fused = [part for part in self.module.modules() if isinstance(part, Fused)]
+        self.refresh()
 
-    def loss(self) -> Tensor:
-        """Return f(w) for the weights that the model has now."""
+    def __call__(self, x: Any) -> Any:
+        """Run it."""
+        return self.module(x)
+
+    def refresh(self) -> None:
+        """Take the weights that the model has now."""
         for part in self.fused:
             part.refresh()
-        return super().loss()
 
-    def outputs(self, x: Any) -> Any:
-        """Return what the model returns."""
-        return self.module(x)
+    def with_cudnn(self, cudnn: bool) -> None:
+        """Fuse with cuDNN's kernels, or with separate ones, which compute the same."""
+        for part in self.fused:
+            part.cudnn = cudnn
 
 
 class Fused(nn.Module):
@@ -86,6 +110,7 @@ class Fused(nn.Module):
         self.how: Any = (convolution.stride, convolution.padding, convolution.dilation, convolution.groups)
         self.missing = -convolution.in_channels % CHANNELS if convolution.groups == 1 else 0
         self.pointwise = convolution.kernel_size == (1, 1) and self.how[1:] == ((0, 0), (1, 1), 1)
+        self.cudnn = convolution.weight.is_cuda
 
     def refresh(self) -> None:
         """Take the weights that the model has now."""
@@ -107,7 +132,7 @@ class Fused(nn.Module):
         """Return relu(norm(convolution(x)) + shortcut), as far as these are there."""
         x = F.pad(x.to(self.dtype), (0, 0, 0, 0, 0, self.missing)) if self.missing else x.to(self.dtype)
         x = x.contiguous(memory_format=torch.channels_last)
-        if self.relu and x.is_cuda:
+        if self.relu and self.cudnn:
             if shortcut is None:
                 return torch.cudnn_convolution_relu(x, self.weight, self.bias, *self.how)
             shortcut = shortcut.to(self.dtype).contiguous(memory_format=torch.channels_last)
@@ -123,41 +148,37 @@ class Fused(nn.Module):
         return F.relu(h) if self.relu else h
 
 
-def fused(model: nn.Module, dtype: torch.dtype) -> fx.GraphModule | None:
-    """Return a module that computes what a model in eval mode does, with its weights; None where nothing can be fused.
-
-    The weights are taken when `refresh` of its :class:`Fused` parts is called.
+def fused(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return a module that computes what a model in eval mode does, with :class:`Fused` parts; or the model itself.
 
     Args:
-        model: In eval mode.
+        model: In eval mode. Nothing of it changes: a copy is traced.
         dtype: For the convolutions that are fused.
     """
-    if any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
-        return None  # they are lost in a trace
-    try:
-        graph = fx.symbolic_trace(model)
-    except Exception:  # control flow that depends on data, and whatever else cannot be traced
-        return None
-    modules = dict(graph.named_modules())
-    before = len(modules)
-    for node in list(graph.graph.nodes):
+    if any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules()):
+        return model  # what they do is lost in a trace
+    arguments = inspect.signature(model.forward).parameters.values()
+    known = {a.name: a.default for a in arguments if a.default is not a.empty}
+    graph = fx.Tracer().trace(copy.deepcopy(model), concrete_args=known or None)
+    result = fx.GraphModule(model, graph)
+    modules = dict(result.named_modules())
+    for node in list(graph.nodes):
         chain, shortcut = _chain(node, modules)
         if not chain:
             continue
         convolution, norm = (modules[str(n.target)] for n in chain[:2])
         name = f"fused_{len(modules)}"
-        relu = len(chain) > 2
-        modules[name] = Fused(convolution, norm, relu=relu, dtype=dtype)
-        graph.add_submodule(name, modules[name])
-        with graph.graph.inserting_before(chain[-1]):
-            new = graph.graph.call_module(name, (chain[0].args[0], *shortcut))
+        modules[name] = Fused(convolution, norm, relu=len(chain) > 2, dtype=dtype)
+        result.add_submodule(name, modules[name])
+        with graph.inserting_before(chain[-1]):
+            new = graph.call_module(name, (chain[0].args[0], *shortcut))
         chain[-1].replace_all_uses_with(new)
         for old in reversed(chain):
-            graph.graph.erase_node(old)
-    if len(modules) == before:
-        return None
-    graph.recompile()
-    return graph
+            graph.erase_node(old)
+    if any(_in_place(node, modules) for node in graph.nodes):
+        return model  # a fused convolution may read its input later than the convolution did
+    result.recompile()
+    return result
 
 
 def _chain(norm: fx.Node, modules: dict[str, nn.Module]) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -166,21 +187,43 @@ def _chain(norm: fx.Node, modules: dict[str, nn.Module]) -> tuple[list[fx.Node],
     if not isinstance(convolution, fx.Node) or not _is(convolution, modules, nn.Conv2d) or len(convolution.users) > 1:
         return [], []
     one, other = (modules[str(node.target)] for node in (convolution, norm))
-    if isinstance(one.padding, str) or one.padding_mode != "zeros" or other.training or not other.track_running_stats:
+    unusual = isinstance(one.padding, str) or one.padding_mode != "zeros" or not convolution.args
+    if unusual or other.training or other.running_mean is None:
         return [], []
     after = _only_user(norm)
     if after is not None and _is(after, modules, nn.ReLU, *RELUS):
         return [convolution, norm, after], []
-    if after is not None and _is(after, modules, *ADDITIONS) and not after.kwargs:
-        added, last = [a for a in after.args if a is not norm and isinstance(a, fx.Node)], _only_user(after)
-        if added and last is not None and _is(last, modules, nn.ReLU, *RELUS):
-            return [convolution, norm, after, last], added
+    last = None if after is None else _only_user(after)
+    if after is None or last is None or not _is(last, modules, nn.ReLU, *RELUS):
+        return [convolution, norm], []
+    added = [a for a in after.args if a is not norm]
+    adds = _is(after, modules, operator.add, torch.add) and len(after.args) == 2 and not after.kwargs
+    if adds and len(added) == 1 and isinstance(added[0], fx.Node):
+        return [convolution, norm, after, last], [added[0]]
     return [convolution, norm], []
 
 
 def _is(node: fx.Node, modules: dict[str, nn.Module], *kinds: Any) -> bool:
     """Tell whether a node calls one of these functions, or a module of exactly one of these classes."""
     return (type(modules[str(node.target)]) if node.op == "call_module" else node.target) in kinds
+
+
+def _in_place(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
+    """Tell whether a node writes, or may write, into what others read too."""
+    source = next(iter(node.args), None)
+    if isinstance(source, fx.Node) and _is(source, modules, *FRESH) and len(source.users) == 1:
+        return False
+    if node.op == "call_module":
+        return bool(getattr(modules[str(node.target)], "inplace", False))
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    functional = getattr(node.target, "__module__", "") == F.__name__ and any(a is True for a in node.args)
+    named = node.kwargs.get("inplace") is True or "out" in node.kwargs
+    return functional or named or (name.endswith("_") and not name.endswith("__"))
+
+
+FRESH = (Fused, nn.Linear, nn.Conv2d, nn.BatchNorm2d)  # whose outputs share no memory with anything
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:

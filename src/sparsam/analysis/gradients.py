@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sparsam.analysis.objective import Objective
+from sparsam.analysis.sharpness import checked_mask
 from sparsam.checks import check_rho, check_whole
 from sparsam.masks.selection import Selection
 from sparsam.perturbation import perturb, restore
@@ -59,7 +60,7 @@ def gradient_difference(
     check_rho(rho)
     check_whole("bins", bins)
     params = objective.params
-    chosen, rhos = mask or [True] * len(params), [float(rho)] * len(params)
+    chosen, rhos = checked_mask(mask, params), [float(rho)] * len(params)
     total = torch.zeros(len(params), bins + 2, dtype=torch.float64, device=objective.device)
     for batch in objective.parts():
         sgd = batch.gradient()
@@ -70,7 +71,8 @@ def gradient_difference(
             restore(saved)
         total += torch.stack([_row(a, b, bins) for a, b in zip(sam, sgd, strict=True)])
     rows = total.cpu()  # the one wait
-    names = {p: name.rpartition(".")[0] for name, p in objective.model.named_parameters()}
+    # "" is all weights; a parameter of the model itself is a layer of its own.
+    names = {p: name.rpartition(".")[0] or name for name, p in objective.model.named_parameters()}
     if rows[:, 0].any():
         raise ValueError("gradients must be finite, but some are not: is the loss finite at the model's weights?")
     sums = {"": rows.sum(0)}

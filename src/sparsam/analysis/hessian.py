@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from sparsam.analysis.directions import Direction
+from sparsam.analysis.kernels import kernels
 from sparsam.analysis.lanczos import Array, lanczos, largest, quadrature
 from sparsam.analysis.objective import Objective
 from sparsam.checks import check_choice, check_number, check_whole
@@ -59,6 +59,10 @@ class Eigenvalues:
     def ratio(self) -> float | None:
         """λ1/λ5; None where there is no λ5 above 0."""
         return self.values[0] / self.values[4] if len(self.values) > 4 and self.values[4] > 0 else None
+
+    def directions(self, objective: Objective) -> list[Direction]:
+        """Return the vectors with one tensor for each parameter of their objective, as a landscape takes them."""
+        return [unflatten(v, objective.params) for v in self.vectors]
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,11 +182,12 @@ def top_eigenvalues(
         generator = random_generator(seed, EIGENVALUES, next(starts))
         return torch.randn(n, generator=generator, dtype=_dtype(objective)).to(objective.device)
 
+    _check_loss(objective)
     search = _product(objective, precision)
     space = largest(search, start, k, steps=products - k, vectors=vectors, tolerance=tolerance, tell=clock.tick)
     scale = float(np.abs(space.ritz().values).max())
     space.restart(k)
-    exact = _product(objective)
+    exact = _product(objective, "fp32")
     measured = [(*_measured(exact, space.basis[i], clock), i) for i in range(k)]
     values, residuals, order = zip(*sorted(measured, reverse=True), strict=True)
     return Eigenvalues(
@@ -231,6 +236,7 @@ def spectral_density(
     nodes, weights = np.zeros(shape), np.zeros(shape)  # 0 is the weight of what is missing where a space ends early
     if known:
         nodes[:, :k], weights[:, :k] = known.values, 1 / n
+    _check_loss(objective)
     product = _product(objective, precision)
     for probe in range(probes if steps else 0):
         generator = random_generator(seed, DENSITY, probe)
@@ -302,35 +308,18 @@ class _Clock:
             self.progress(self.done, self.total, left)
 
 
-def _product(objective: Objective, precision: str = "fp32") -> Callable[[Tensor], Tensor]:
+def _check_loss(objective: Objective) -> None:
     loss = objective.loss().item()
     if not math.isfinite(loss):
         raise ValueError(f"the loss over the data must be finite to have a curvature, but is {loss}")
 
+
+def _product(objective: Objective, precision: str) -> Callable[[Tensor], Tensor]:
     def product(v: Tensor) -> Tensor:
-        with _kernels("tf32" if precision == "tf32" else "ieee"):
+        with kernels("tf32" if precision == "tf32" else "ieee"):
             return flatten(objective.hessian_product(unflatten(v, objective.params)))
 
     return product
-
-
-@contextmanager
-def _kernels(precision: str) -> Iterator[None]:
-    """Choose how a GPU rounds in convolutions and matrix products, and attention that has a second derivative.
-
-    TF32, torch's default for convolutions, leaves three digits: H v is not linear in v beyond them.
-    """
-    cudnn: Any = torch.backends.cudnn
-    backends = [cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul]
-    before = [backend.fp32_precision for backend in backends]
-    try:
-        for backend in backends:
-            backend.fp32_precision = precision
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        for backend, old in zip(backends, before, strict=True):
-            backend.fp32_precision = old
 
 
 def _measured(product: Callable[[Tensor], Tensor], v: Tensor, clock: _Clock) -> tuple[float, float]:
@@ -340,7 +329,8 @@ def _measured(product: Callable[[Tensor], Tensor], v: Tensor, clock: _Clock) -> 
     value = (v * w).sum(dtype=torch.float64) / square
     residual = torch.linalg.vector_norm(w - value.to(v.dtype) * v, dtype=torch.float64) / square.sqrt()
     clock.tick()
-    return float(value), float(residual)
+    value_, residual_ = torch.stack((value, residual)).tolist()
+    return value_, residual_
 
 
 def _dtype(objective: Objective) -> torch.dtype:

@@ -4,7 +4,7 @@ r"""The loss along one direction, or over the plane of two, around the weights o
 
 with f the mean loss over fixed samples, in eval mode, as :class:`~sparsam.analysis.objective.Objective` computes it,
 and directions as in :mod:`sparsam.analysis.directions`. Data, weights, directions and losses stay on the model's
-device; it is waited for at the end, and when the points finished so far are saved.
+device. Between the points it is waited for only when those finished so far are saved.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ from sparsam.checks import check_choice, check_number, check_whole
 
 PRECISIONS = ("fp32", "bf16")
 AGREEMENT = {"fp32": 1e-4, "bf16": 1e-2}  # of two computations of one loss that may differ by rounding
-
-Evaluate = Callable[[Objective, Plane, Sequence[tuple[float, ...]], Tensor, Callable[[], None]], None]
 
 
 @dataclass(frozen=True)
@@ -108,28 +106,6 @@ class Landscape:
             raise ValueError(f"{file} cannot be read as a landscape: {error}") from error
 
 
-def evaluate_points(
-    objective: Objective,
-    plane: Plane,
-    points: Sequence[tuple[float, ...]],
-    losses: Tensor,
-    done: Callable[[], None],
-) -> None:
-    """Write the loss at each point into a vector on the device; the part of a landscape that takes the time.
-
-    Args:
-        objective: Its model has the weights that the plane moves.
-        plane: Moves them.
-        points: Coordinates.
-        losses: One place for each point.
-        done: To be called after each point, which may be on its way still. It may raise, to stop.
-    """
-    for i, point in enumerate(points):
-        plane.move_to(point)
-        losses[i].copy_(objective.loss())
-        done()
-
-
 def loss_landscape(
     model: nn.Module,
     loss_fn: Callable[[Any, Any], Tensor],
@@ -147,7 +123,6 @@ def loss_landscape(
     save_every: float = 30.0,
     about: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
-    evaluate: Evaluate = evaluate_points,
 ) -> Landscape:
     """Return the loss around a model's weights; the model is afterwards what it was, whatever happens.
 
@@ -170,7 +145,6 @@ def loss_landscape(
         save_every: Seconds between two savings.
         about: To be kept with the losses.
         progress: Called with the numbers of finished and of all points. It may raise, to stop.
-        evaluate: What computes the losses.
 
     >>> model = nn.Linear(3, 1, bias=False)
     >>> found = loss_landscape(model, nn.functional.mse_loss, (torch.ones(4, 3), torch.ones(4, 1)), points=5)
@@ -178,12 +152,13 @@ def loss_landscape(
     ((5, 5), True)
     """
     _check(dimensions, points, range, directions, checkpoints, seed, precision)
+    dimensions, points, seed = int(dimensions), int(points), int(seed)
     objective = Objective(model, loss_fn, data, batch_size=batch_size)
     # Autocast would go on using the weights of the first point, which it has converted and kept.
     autocast = torch.autocast(objective.device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False)
     with torch.no_grad(), autocast:
-        objective = fastest(objective) if precision == "bf16" else objective
-        centre = objective.loss().item()
+        forward = fastest(objective) if precision == "bf16" else None
+        centre = objective.loss(forward).item()
         if not math.isfinite(centre):
             raise ValueError(f"the loss at the model's own weights must be finite, but is {centre}: {_blame(model)}")
         chosen, path, explained = _directions(model, dimensions, directions, checkpoints, seed)
@@ -196,12 +171,14 @@ def loss_landscape(
             "toward": None if directions == "random" else _fingerprint(t for d in chosen for t in d),
             "samples": objective.count,
             "precision": precision,
+            "fused": forward is not None,
             "device": objective.device.type,
             "weights": _fingerprint([*model.parameters(), *model.buffers()]),
         }
+        kept: dict[str, Any] = json.loads(json.dumps(dict(about or {})))  # what cannot be saved fails before the work
         axis = np.linspace(-range, range, points)
         shape = (points,) * dimensions
-        new = Landscape(np.full(shape, np.nan), axis, centre, 0, settings, path, explained, dict(about or {}))
+        new = Landscape(np.full(shape, np.nan), axis, centre, 0, settings, path, explained, kept)
         old = _unfinished(file, new)
         values = torch.from_numpy(old.losses.ravel().copy()).to(objective.device)
         grid = _Grid(new, old.finished, values, None if file is None else Path(file), save_every, progress)
@@ -210,7 +187,12 @@ def loss_landscape(
             coordinates = [at[::-1] for at in product(axis.tolist(), repeat=dimensions)]
             plane = Plane(objective.params, chosen)
             try:
-                evaluate(objective, plane, coordinates[old.finished :], values[old.finished :], grid.point_done)
+                for i, point in enumerate(coordinates[old.finished :], old.finished):
+                    plane.move_to(point)
+                    if forward is not None:
+                        forward.refresh()
+                    values[i].copy_(objective.loss(forward))
+                    grid.point_done()
             except BaseException:  # Ctrl-C too: what is finished is kept
                 if grid.finished > old.finished:
                     with contextlib.suppress(Exception):  # a device that failed has nothing to tell
@@ -307,7 +289,7 @@ def _check(
     seed: object,
     precision: object,
 ) -> None:
-    if dimensions not in (1, 2):
+    if type(dimensions) is not int or dimensions not in (1, 2):
         raise ValueError(f"dimensions must be 1 or 2, but is {dimensions!r}")
     check_whole("points", points, least=2)
     check_number("range", range, "a finite number > 0", lambda value: 0 < value < math.inf)
@@ -323,7 +305,8 @@ def _check(
 
 
 def _blame(model: nn.Module) -> str:
-    broken = [name for name, t in model.state_dict().items() if not t.isfinite().all()]
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    broken = [name for name, t in tensors if not t.isfinite().all()]
     return f"{broken[0]} has NaN or infinite values" if broken else "the weights are finite, so look at the data"
 
 

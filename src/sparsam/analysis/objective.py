@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from sparsam.analysis.kernels import uncompiled
 from sparsam.analysis.products import HessianProduct
 from sparsam.autograd_graph import tensors_in
+from sparsam.checks import check_whole
 from sparsam.passes import looked_at
 
 
@@ -45,68 +47,92 @@ class Objective:
     ) -> None:
         self.model, self.loss_fn = model, loss_fn
         self.params = [p for p in model.parameters() if p.requires_grad]
-        if not self.params:
-            raise ValueError("model must have a parameter that requires a gradient, but all are frozen")
-        devices = {p.device for p in model.parameters()}
-        if len(devices) > 1:
-            raise ValueError(f"model must be on one device, but is on {', '.join(sorted(map(str, devices)))}")
-        self.device = devices.pop()
+        _check(model, self.params)
+        self.device = self.params[0].device
         self.batches: list[tuple[Any, Any]] = []
         self.sizes: list[int] = []
-        for x, y in _batches(data, batch_size):
-            x, y = tree_map_only(Tensor, lambda t: t.to(self.device), (x, y))
-            self.batches.append((x, y))
-            self.sizes.append(len(tensors_in(x)[0]))
+        for batch in _batches(data, batch_size):
+            x, y = tree_map_only(Tensor, lambda t: t.to(self.device), _pair(batch))
+            size = len(tensors_in(x)[0])
+            if size:
+                self.batches.append((x, y))
+                self.sizes.append(size)
         self.count = sum(self.sizes)
         if not self.count:
             raise ValueError("data must hold at least one sample, but is empty")
-        self._hessian_product = HessianProduct(model, self._loss, self.params)
+        self.product = HessianProduct(model, self._loss, self.params)
 
     def parts(self) -> Iterator[Objective]:
         """Yield one objective for each batch."""
         for batch in self.batches:
             yield Objective(self.model, self.loss_fn, [batch])
 
-    def outputs(self, x: Any) -> Any:
-        """Return what the model returns."""
-        return self.model(x)
+    def loss(self, forward: Callable[[Any], Any] | None = None) -> Tensor:
+        """Return f(w) as a float64 tensor on the device, without waiting for it.
 
-    def loss(self) -> Tensor:
-        """Return f(w) as a float64 tensor on the device, without waiting for it."""
+        Args:
+            forward: What computes the outputs in place of the model.
+        """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         with looked_at(self.model), torch.no_grad():
-            for loss, share in self._losses():
-                total += loss.double() * share
+            for x, y, share in self._weighted():
+                total += self._loss(x, y, forward).double() * share
         return total
 
     def gradient(self) -> list[Tensor]:
         """Return the gradient of f at w; where a parameter is not used, zeros."""
         total = [torch.zeros_like(p) for p in self.params]
         with looked_at(self.model), torch.enable_grad():
-            for loss, share in self._losses():
-                grads = torch.autograd.grad(loss * share, self.params, allow_unused=True, materialize_grads=True)
+            for x, y, share in self._weighted():
+                loss = self._loss(x, y) * share
+                grads = torch.autograd.grad(loss, self.params, allow_unused=True, materialize_grads=True)
                 torch._foreach_add_(total, list(grads))
         return total
 
     def hessian_product(self, vector: Sequence[Tensor]) -> list[Tensor]:
         r"""Return :math:`\nabla^2 f(w)\, v` for one tensor v a parameter."""
         total = [torch.zeros_like(p) for p in self.params]
-        with looked_at(self.model), torch.enable_grad():
-            for (x, y), size in zip(self.batches, self.sizes, strict=True):
-                products = self._hessian_product(x, y, vector)
-                torch._foreach_add_(total, products, alpha=size / self.count)
+        with looked_at(self.model), torch.enable_grad(), uncompiled(self.model):
+            for x, y, share in self._weighted():
+                torch._foreach_add_(total, self.product(x, y, vector), alpha=share)
         return total
 
-    def _losses(self) -> Iterator[tuple[Tensor, float]]:
+    def _weighted(self) -> Iterator[tuple[Any, Any, float]]:
         for (x, y), size in zip(self.batches, self.sizes, strict=True):
-            yield self._loss(x, y), size / self.count
+            yield x, y, size / self.count
 
-    def _loss(self, x: Any, y: Any) -> Tensor:
-        loss = self.loss_fn(self.outputs(x), y)
+    def _loss(self, x: Any, y: Any, forward: Callable[[Any], Any] | None = None) -> Tensor:
+        before = [t._version for t in tensors_in(x) if not t.is_inference()]
+        loss = self.loss_fn((forward or self.model)(x), y)
+        if before != [t._version for t in tensors_in(x) if not t.is_inference()]:
+            raise ValueError("model must leave its inputs as they are, but has written into them: every look differs")
         return loss.mean() if loss.dim() else loss
 
 
-def _batches(data: Any, batch_size: int) -> Iterable[tuple[Any, Any]]:
+def _check(model: nn.Module, params: Sequence[Tensor]) -> None:
+    if not params:
+        raise ValueError("model must have a parameter that requires a gradient, but all are frozen")
+    devices = {p.device for p in model.parameters()}
+    if len(devices) > 1:
+        raise ValueError(f"model must be on one device, but is on {', '.join(sorted(map(str, devices)))}")
+    if any(p.is_complex() for p in params):
+        raise ValueError("model must have real weights, but some are complex")
+    writing = [name for name, m in model.named_modules() if getattr(m, "max_norm", None) is not None]
+    if writing:
+        raise ValueError(f"model must not change its weights when it is run, but {writing[0]!r} has a max_norm")
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        given = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
+        raise TypeError(f"data must be a pair of tensors or batches of (inputs, targets), but holds a {given}")
+    if not tensors_in(batch[0]):
+        raise TypeError(f"the inputs of a batch must hold a tensor, but are {type(batch[0]).__name__}")
+    return batch[0], batch[1]
+
+
+def _batches(data: Any, batch_size: int) -> Iterable[Any]:
+    check_whole("batch_size", batch_size)
     if isinstance(data, (tuple, list)) and len(data) == 2 and all(isinstance(t, Tensor) for t in data):
         x, y = data
         if len(x) != len(y):
@@ -114,6 +140,6 @@ def _batches(data: Any, batch_size: int) -> Iterable[tuple[Any, Any]]:
         return list(zip(torch.split(x, batch_size), torch.split(y, batch_size), strict=True))
     if isinstance(data, Tensor) or not isinstance(data, Iterable):
         raise TypeError(
-            f"data must be a pair of tensors or an iterable of (inputs, targets), but is {type(data).__name__}"
+            f"data must be a pair of tensors or batches of (inputs, targets), but is a {type(data).__name__}"
         )
     return data

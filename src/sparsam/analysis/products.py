@@ -4,7 +4,8 @@ r"""Hessian products over one batch.
 
 The first form differentiates the gradient in forward mode, the second in reverse mode. Both are exact and take as many
 operations, but torch's kernels for the backward pass of a convolution's backward pass are slow: on a GPU the first form
-takes half the time. Where a part of the model has no forward mode, the second serves.
+takes half the time. It serves where both agree in the first batch; there are modules without a forward mode, and some
+whose forward mode is not that of the gradient (what runs under `no_grad`, padding of embeddings).
 """
 
 from __future__ import annotations
@@ -18,6 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from sparsam.analysis.kernels import kernels
+from sparsam.randomness import random_numbers_apart
+
+AGREEMENT = {torch.float64: 1e-8}  # ‖difference‖ / ‖H v‖ of the two forms, by rounding
+ELSE = 1e-3
+
 
 class HessianProduct:
     """v -> H v of a scalar loss.
@@ -30,26 +37,46 @@ class HessianProduct:
 
     def __init__(self, model: nn.Module, loss: Callable[[Any, Any], Tensor], params: Sequence[Tensor]) -> None:
         self.model, self.loss, self.params = model, loss, list(params)
-        self.forward_mode = True
-        """Whether it has worked so far."""
+        self.forward_mode: bool | None = None
+        """Whether products are computed in forward mode; None: the first batch will tell."""
 
     def __call__(self, x: Any, y: Any, vector: Sequence[Tensor]) -> list[Tensor]:
         """Return one tensor for each parameter."""
+        if self.forward_mode is None:
+            self.forward_mode = self._agree(x, y, vector)
         if self.forward_mode:
-            try:
-                products = self._forward(x, y, vector)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError:  # and NotImplementedError; what is wrong with the model itself, comes again below
-                products = None
+            products = self._forward(x, y, vector)
             if products is not None:
                 return products
             self.forward_mode = False
         return self._reverse(x, y, vector)
 
+    def _agree(self, x: Any, y: Any, vector: Sequence[Tensor]) -> bool:
+        """Tell whether forward mode is there and computes what reverse mode does."""
+        if any(isinstance(module, torch.jit.ScriptModule) for module in self.model.modules()):
+            return False  # loses tangents once it has specialised itself
+        devices = {p.device for p in self.params}
+        with kernels():
+            try:
+                with random_numbers_apart(devices):
+                    forward = self._forward(x, y, vector)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # whatever is wrong with the model itself, comes again below
+                forward = None
+            with random_numbers_apart(devices):
+                reverse = self._reverse(x, y, vector)
+        if forward is None:
+            return False
+        distance, length = (
+            torch.stack(torch._foreach_norm([t.double() for t in tensors])).norm()
+            for tensors in (torch._foreach_sub(forward, reverse), reverse)
+        )
+        return bool(distance <= AGREEMENT.get(self.params[0].dtype, ELSE) * length)
+
     def _forward(self, x: Any, y: Any, vector: Sequence[Tensor]) -> list[Tensor] | None:
         with forward_ad.dual_level():
-            duals = [_dual(p, v) for p, v in zip(self.params, vector, strict=True)]
+            duals = _duals(self.params, vector)
             with _swapped(self.model, dict(zip(self.params, duals, strict=True))):
                 loss = self.loss(x, y)
             if not loss.requires_grad:
@@ -59,6 +86,8 @@ class HessianProduct:
             if any(g is not None for g in others):
                 return None  # the loss reaches the weights also by another way, on which they have no tangent
             tangents = [g if g is None else forward_ad.unpack_dual(g).tangent for g in grads]  # type: ignore[no-untyped-call]
+        if all(t is None for t in tangents):
+            return None
         return [torch.zeros_like(p) if t is None else t for p, t in zip(self.params, tangents, strict=True)]
 
     def _reverse(self, x: Any, y: Any, vector: Sequence[Tensor]) -> list[Tensor]:
@@ -70,12 +99,14 @@ class HessianProduct:
         return list(torch.autograd.grad(dot, self.params, allow_unused=True, materialize_grads=True))
 
 
-def _dual(p: Tensor, tangent: Tensor) -> Tensor:
-    """Return the value of a parameter, as a leaf of its own, with a tangent."""
+def _duals(params: Sequence[Tensor], vector: Sequence[Tensor]) -> list[Tensor]:
+    """Return the values of parameters, as leaves of their own, with tangents."""
     with warnings.catch_warnings():  # on first use torch compiles formulas, with its own, old compiler
         warnings.simplefilter("ignore", DeprecationWarning)
-        dual: Tensor = forward_ad.make_dual(p.detach().requires_grad_(), tangent)  # type: ignore[no-untyped-call]
-        return dual
+        return [
+            forward_ad.make_dual(p.detach().requires_grad_(), v)  # type: ignore[no-untyped-call]
+            for p, v in zip(params, vector, strict=True)
+        ]
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,23 @@ from sparsam.training.rundir import replace_file
 
 
 def write_result(run: str | Path, name: str, values: dict[str, Any]) -> Path:
-    """Write plain values, with the versions that made them, to RUN/analysis/NAME.json, whole or not at all."""
+    """Write plain values, with the versions that made them, to RUN/analysis/NAME.json, whole or not at all.
+
+    JSON has no infinity: a number that is not finite is null in the file.
+    """
     path = Path(run) / "analysis" / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     versions = {"sparsam": __version__, "torch": torch.__version__}
-    replace_file(path, json.dumps({**values, "versions": versions}, indent=1) + "\n")
+    replace_file(path, json.dumps(_finite({**values, "versions": versions}), indent=1) + "\n")
     return path
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_result(run: str | Path, name: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ Average case, of the same mean length:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -51,9 +51,7 @@ def worst_case(
     check_rho(rho)
     check_whole("steps", steps)
     params = objective.params
-    mask = [True] * len(params) if mask is None else mask
-    if len(mask) != len(params):
-        raise ValueError(f"mask must have an entry for each of {len(params)} parameters, but has {len(mask)}")
+    mask = checked_mask(mask, params)
     start = _finite(objective)
     rises = [torch.zeros_like(start)]
     g = objective.gradient()
@@ -62,7 +60,7 @@ def worst_case(
             rises.append(objective.loss() - start)
             if step + 1 < steps:
                 g = objective.gradient()
-    return float(torch.stack(rises).nan_to_num(nan=torch.inf).max())
+    return float(torch.stack(rises).nan_to_num(nan=torch.inf, posinf=torch.inf).max())
 
 
 @torch.no_grad()
@@ -93,6 +91,14 @@ def average_case(
             rises.append(objective.loss() - start)
     found = torch.stack(rises)
     return float(found.mean()), float(found.std() / samples**0.5)
+
+
+def checked_mask(mask: Selection | None, params: Sequence[Tensor]) -> Selection:
+    """Return a mask for all parameters; refuse one of another length."""
+    mask = [True] * len(params) if mask is None else mask
+    if len(mask) != len(params):
+        raise ValueError(f"mask must have an entry for each of {len(params)} parameters, but has {len(mask)}")
+    return mask
 
 
 @contextmanager

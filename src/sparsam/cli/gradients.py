@@ -13,7 +13,7 @@ from rich.table import Table
 
 from sparsam.analysis import gradient_difference
 from sparsam.analysis.gradient_figure import draw_layers, draw_runs
-from sparsam.analysis.results import read_result, write_result
+from sparsam.analysis.results import write_result
 from sparsam.analysis.runs import load_objective
 
 
@@ -22,14 +22,9 @@ def measure(
 ) -> dict[str, Any]:
     """Measure one run; write RUN/analysis/gradients.json."""
     objective = load_objective(run, samples=batches * batch_size, batch_size=batch_size, best=best, device=device)
-    result = gradient_difference(objective, rho).to_dict()
+    result = {**gradient_difference(objective, rho).to_dict(), "weights": "best" if best else "last"}
     write_result(run, "gradients", result)
     return result
-
-
-def load(run: Path) -> dict[str, Any]:
-    """Read what was measured before."""
-    return read_result(run, "gradients")
 
 
 def show(runs: Sequence[Path], results: Sequence[dict[str, Any]], output: Path) -> None:

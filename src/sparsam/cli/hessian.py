@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from sparsam.analysis import hessian
-from sparsam.analysis.results import read_result, write_result
+from sparsam.analysis.results import write_result
 from sparsam.analysis.runs import load_objective
 from sparsam.analysis.spectrum_figure import draw_spectra
 from sparsam.training.rundir import RunDirectory
@@ -71,11 +71,6 @@ def measure(
     }
     write_result(run, "hessian", result)
     return result
-
-
-def load(run: Path) -> dict[str, Any]:
-    """Read what was measured before."""
-    return read_result(run, "hessian")
 
 
 def show(runs: Sequence[Path], results: Sequence[dict[str, Any]], output: Path) -> None:

@@ -42,24 +42,26 @@ def sharpness(
     from sparsam.analysis.run_sharpness import measure_sharpness
     from sparsam.cli import sharpness as module
 
-    place, results = find_device(device), []
-    for run in runs:
-        with told(f"{run.name}: sharpness"):
-            results.append(
-                read_result(run, "sharpness")
-                if redraw
-                else measure_sharpness(
-                    run,
-                    rho=rho,
-                    adaptive_rho=adaptive_rho,
-                    ascent=ascent,
-                    noise=noise,
-                    samples=samples,
-                    seed=seed,
-                    best=best,
-                    device=place,
+    if redraw:
+        results = [read_result(run, "sharpness") for run in runs]
+    else:
+        check_runs(runs, best=best)
+        place, results = find_device(device), []
+        for run in runs:
+            with told(f"{run.name}: sharpness"):
+                results.append(
+                    measure_sharpness(
+                        run,
+                        rho=rho,
+                        adaptive_rho=adaptive_rho,
+                        ascent=ascent,
+                        noise=noise,
+                        samples=samples,
+                        seed=seed,
+                        best=best,
+                        device=place,
+                    )
                 )
-            )
     module.show(runs, results)
 
 
@@ -80,16 +82,18 @@ def gradients(
     sparsam gradients runs/demo/*-seed0
     ```
     """
+    from sparsam.analysis.results import read_result
     from sparsam.cli import gradients as module
 
-    place, results = find_device(device), []
-    for run in runs:
-        with told(f"{run.name}: gradients"):
-            if redraw:
-                results.append(module.load(run))
-            else:
-                options = {"rho": rho, "batch_size": batch_size, "batches": batches, "best": best}
-                results.append(module.measure(run, **options, device=place))  # type: ignore[arg-type]
+    if redraw:
+        results = [read_result(run, "gradients") for run in runs]
+    else:
+        check_runs(runs, best=best, draws=True)
+        place, results = find_device(device), []
+        options: dict[str, Any] = {"rho": rho, "batch_size": batch_size, "batches": batches, "best": best}
+        for run in runs:
+            with told(f"{run.name}: gradients"):
+                results.append(module.measure(run, **options, device=place))
     module.show(runs, results, output)
 
 
@@ -132,28 +136,30 @@ def hessian(
     sparsam hessian runs/demo/*-seed0
     ```
     """
+    from sparsam.analysis.results import read_result
     from sparsam.cli import hessian as module
 
-    results, place = [], find_device(device)
-    for run in runs:
-        if redraw:
-            results.append(module.load(run))
-        else:
-            results.append(
-                module.measure(
-                    run,
-                    top=top,
-                    products=products,
-                    probes=probes,
-                    steps=steps,
-                    precision=precision,
-                    memory=memory,
-                    samples=samples,
-                    seed=seed,
-                    best=best,
-                    device=place,
-                )
+    if redraw:
+        results = [read_result(run, "hessian") for run in runs]
+    else:
+        check_runs(runs, best=best, draws=True)
+        place = find_device(device)
+        results = [
+            module.measure(
+                run,
+                top=top,
+                products=products,
+                probes=probes,
+                steps=steps,
+                precision=precision,
+                memory=memory,
+                samples=samples,
+                seed=seed,
+                best=best,
+                device=place,
             )
+            for run in runs
+        ]
     module.show(runs, results, output)
 
 
@@ -191,7 +197,8 @@ def landscape(
         found = [module.load(run, dimensions) for run in runs]
     else:
         place = find_device(device)
-        module.check(runs, best=best, directions=directions, checkpoints=checkpoints)
+        check_runs(runs, best=best, draws=True)
+        module.check(directions=directions, checkpoints=checkpoints)
         found = [
             module.measure(
                 run,
@@ -219,11 +226,30 @@ def measure_missing(runs: list[Path], rho: float, device: Any) -> None:
     from sparsam.analysis.results import read_result
     from sparsam.analysis.run_sharpness import measure_sharpness
 
+    wanted = {"rho": rho, "ascent": 1, "weights": "last"}
     for run in runs:
-        if (run / "analysis" / "sharpness.json").is_file() and read_result(run, "sharpness")["rho"] == rho:
-            continue
+        if (run / "analysis" / "sharpness.json").is_file():
+            known = read_result(run, "sharpness")
+            if {key: known.get(key) for key in wanted} == wanted:
+                continue
         with told(f"{run.name}: sharpness"):
             measure_sharpness(run, rho=rho, device=device)
+
+
+def check_runs(runs: list[Path], *, best: bool, draws: bool = False) -> None:
+    """Refuse what would fail after some of the runs are done."""
+    from sparsam.extras import need
+    from sparsam.training.checkpoint import CheckpointError
+    from sparsam.training.rundir import RunDirectory
+
+    if draws:
+        need("matplotlib", "figures", extra="analysis")
+    for run in runs:
+        directory = RunDirectory(run)
+        directory.recipe()
+        file = directory.best if best else directory.last
+        if not file.is_file():
+            raise CheckpointError(f"there is no checkpoint at {file}")
 
 
 def told(text: str) -> Any:

@@ -329,7 +329,8 @@ def _sharpness(path: Path) -> dict[str, float]:
         return {}
     measured = Record.read(path)
     rise = f"Loss rise, ρ = {measured.number('rho'):g}"
-    return {rise: measured.number("worst_case"), "λ1": measured.number("lambda1")}
+    found = {rise: measured.optional("worst_case"), "λ1": measured.optional("lambda1")}
+    return {label: value for label, value in found.items() if value is not None}
 
 
 def _with_summary(run: Run, summary: Record) -> Run:

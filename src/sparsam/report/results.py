@@ -32,10 +32,14 @@ def read_results(run: Path) -> list[Result]:
 def _sharpness(file: Path) -> dict[str, str]:
     found = Record.read(file)
     return {
-        f"loss rise, ρ = {found.number('rho'):g}": f"{found.number('worst_case'):.3g}",
-        "λ1": f"{found.number('lambda1'):.3g}",
+        f"loss rise, ρ = {found.number('rho'):g}": _shown(found.optional("worst_case")),
+        "λ1": _shown(found.optional("lambda1")),
         **_of_the_best(found.values.get("weights")),
     }
+
+
+def _shown(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.3g}"
 
 
 def _hessian(file: Path) -> dict[str, str]:
@@ -54,7 +58,8 @@ def _hessian(file: Path) -> dict[str, str]:
 def _gradients(file: Path) -> dict[str, str]:
     found = Record.read(file)
     below = found.number("below_zero.")  # the layers' shares have names, that of all weights has none
-    return {f"weights with r < 0, ρ = {found.number('rho'):g}": f"{100 * below:.1f} %"}
+    share = {f"weights with r < 0, ρ = {found.number('rho'):g}": f"{100 * below:.1f} %"}
+    return {**share, **_of_the_best(found.values.get("weights"))}
 
 
 def _landscape(file: Path) -> dict[str, str]:

@@ -1,0 +1,38 @@
+"""Which of torch's kernels second derivatives are computed with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+@contextmanager
+def kernels(precision: str = "ieee") -> Iterator[None]:
+    """Choose how a GPU rounds in convolutions and matrix products, and attention that has a second derivative.
+
+    Args:
+        precision: "ieee", or "tf32", torch's default for convolutions, which leaves three digits: H v is not linear in
+            v beyond them.
+    """
+    cudnn: Any = torch.backends.cudnn
+    backends = [cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul]
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend in backends:
+            backend.fp32_precision = precision
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        for backend, old in zip(backends, before, strict=True):
+            backend.fp32_precision = old
+
+
+def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
+    """Run what is compiled of a model as it was written: compiled code has no second derivative."""
+    compiled = any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in model.modules())
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
