@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sparsam.cli import cuts
-from sparsam.costs import cut_costs
+from sparsam.costs import _settle, cut_costs
 from sparsam.cuts import Cut
 from sparsam.data import load_digits
 from sparsam.data.cifar import LAYOUTS
@@ -101,6 +101,12 @@ def test_costs_are_rounded_to_what_is_shown():
         costs = cut_costs(model, lambda: model(torch.ones(99, 50)).sum().backward(), base, limit=limit)
         assert len(costs) > 2
         assert all(cost == round(cost, 2) > 0 for cost in costs.values())
+
+
+def test_what_a_clock_cannot_mean_is_mended():
+    costs = {Cut("a", 0.9, 0.5): 1.4049, Cut("b", 0.5, 0.2): 1.61, Cut("c", 0.1, 0.1): 0.83}
+    _settle(costs)
+    assert list(costs.values()) == [1.4, 1.4, 1.0]  # no later cut costs more, and no step less than the base's
 
 
 def test_a_network_without_a_cut():

@@ -26,6 +26,7 @@ BLOCKS = [
 @pytest.mark.parametrize("block", BLOCKS)
 def test_block(block, tmp_path, monkeypatch):
     t = task(torch.float32, samples=256)
+    monkeypatch.chdir(tmp_path)  # some write files
     # No test depends on a clock.
     monkeypatch.setattr("sparsam.behind.cut_costs", lambda *_, **__: {Cut("3", 0.9, 0.2): 1.2})
     if "ddp_model" in block:  # one process is enough to see that the names are right

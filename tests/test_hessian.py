@@ -30,6 +30,7 @@ from sparsam.analysis.hessian import (
 from sparsam.analysis.lanczos import lanczos, largest, quadrature
 from sparsam.analysis.objective import Objective
 from sparsam.analysis.runs import load_objective
+from sparsam.analysis.sharpness import average_case, worst_case
 from test_commands import sparsam
 from test_fisher import TiedAutoencoder, trained_task
 
@@ -292,6 +293,40 @@ def test_random_numbers_are_those_of_one_function():
     vector = [torch.ones_like(p) for p in objective.params]
     first, second = objective.hessian_product(vector), objective.hessian_product(vector)
     assert same(first, second)
+
+
+def test_ctrl_c_is_ctrl_c():
+    """torch's formulas in forward mode wrap it into an error of their own."""
+    model, loss_fn, x, y = conv()
+    calls = []
+
+    def loss(outputs, targets):
+        calls.append(1)
+        if len(calls) in (2, 4):
+            raise RuntimeError(
+                "The following operation failed in the TorchScript interpreter. KeyboardInterrupt: <...>"
+            )
+        return loss_fn(outputs, targets)
+
+    objective = Objective(model, loss, (x, y))
+    vector = [torch.ones_like(p) for p in objective.params]
+    objective.loss()
+    with pytest.raises(KeyboardInterrupt):  # while it tries forward mode
+        objective.hessian_product(vector)
+    objective = Objective(model, loss_fn, (x, y))
+    objective.hessian_product(vector)
+    objective.loss_fn = loss
+    objective.loss()
+    with pytest.raises(KeyboardInterrupt):  # and in the midst of it
+        objective.hessian_product(vector)
+    assert objective.product.forward_mode
+
+
+def test_a_bare_model_is_refused():
+    model = nn.Linear(2, 2)
+    for call in (top_eigenvalues, spectral_density, lambda m: worst_case(m, 0.1), lambda m: average_case(m, 0.1)):
+        with pytest.raises(TypeError, match=r"objective must be an Objective\(model, loss_fn, data\), but is a Linear"):
+            call(model)
 
 
 def test_a_model_that_fails_says_why():

@@ -809,7 +809,10 @@ def test_the_command_along_principal_directions(runs, tmp_path):
 def test_the_command_refuses_before_it_computes(runs, tmp_path):
     for arguments, message in [
         ([tmp_path], "is not the directory of a run"),
-        ([runs / "sgd", "--checkpoint", "x.pt"], "--checkpoint goes with --directions pca, but --directions is random"),
+        (
+            [runs / "sgd", "--checkpoint", "x.pt"],
+            "--checkpoint must be given for --directions pca, and only then, but --directions is random",
+        ),
         ([runs / "sam", "--directions", "pca", "--checkpoint", "x.pt"], "there is no checkpoint at x.pt"),
         ([runs / "sam", "--precision", "fp8"], "precision must be one of"),
     ]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from sparsam.analysis.results import write_result
+from sparsam.cli.sharpness import show
 from sparsam.data import load_digits
 from sparsam.data.augment import normalise
 from sparsam.masks.selection import random_generator
@@ -128,7 +131,9 @@ def test_masks_of_a_run(run, tmp_path):
 def test_a_rise_that_is_infinite_is_shown_and_stops_no_report(run, tmp_path):
     file = run / "analysis" / "sharpness.json"
     kept = file.read_text() if file.exists() else None
-    write_result(run, "sharpness", {"rho": 0.1, "worst_case": math.inf, "lambda1": 3.0, "weights": "last"})
+    write_result(
+        run, "sharpness", {"rho": 0.1, "worst_case": math.inf, "lambda1": 3.0, "samples": 9, "weights": "last"}
+    )
     assert json.loads(file.read_text())["worst_case"] is None
     sparsam("report", run, "--output", tmp_path / "page.html")
     assert "not finite" in (tmp_path / "page.html").read_text()
@@ -143,12 +148,68 @@ def test_nothing_is_measured_if_a_later_run_is_missing(run, tmp_path):
     assert not (run / "analysis" / "hessian.json").exists()
 
 
+def test_results_of_different_settings_do_not_stand_side_by_side(run, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    for command, one, two in (
+        ("sharpness", ["--noise", 2], ["--noise", 2, "--rho", 0.3]),
+        ("gradients", ["--batches", 1], ["--batches", 2]),
+        ("hessian", ["--probes", 1, "--steps", 2], ["--probes", 1, "--steps", 2, "--best"]),
+    ):
+        figures = [] if command == "sharpness" else ["--output", tmp_path]
+        few = ["--device", "cpu", *([] if command == "gradients" else ["--samples", 50])]
+        sparsam(command, run, *one, *few, *figures)
+        sparsam(command, other, *two, *few, *figures)
+        error = sparsam(command, run, other, "--redraw", *figures, code=1).stderr
+        assert "runs must have the same settings to stand side by side, but" in error
+    sparsam("sharpness", other, "--samples", 60, "--noise", 2, "--device", "cpu")  # and seeds of two sizes do not mix
+    sparsam("report", run, other, "--output", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "λ1 (50 images)" in page
+    assert "λ1 (60 images)" in page
+
+
+def test_numbers_are_not_cut_off(capsys):
+    values = {"loss": 1.0, "worst_case": 12.345e-6, "worst_case_masked": None, "worst_case_adaptive": -1.2345e-10}
+    values |= {"average_case": -3.3445e-5, "average_case_error": 8.12e-5, "average_case_adaptive": 1.0, "lambda1": None}
+    settings = {"samples": 9, "weights": "best", "ascent": 1, "rho": 0.1, "noise": 2, "adaptive_rho": 1.0}
+    show([Path("a-run-with-a-rather-long-name-of-its-own")], [values | settings])
+    text = capsys.readouterr().out
+    assert all(number in text for number in ("1.23e-05", "-1.23e-10", "-3.34e-05 ± 8.1e-05"))
+    assert "around the best weights" in " ".join(text.split())
+
+
+def test_the_data_may_have_moved(run, tmp_path):
+    done = sparsam("sharpness", run, "--data-root", tmp_path / "nowhere", *FEW)  # digits are embedded
+    assert "λ1" in done.stdout
+    recipe = json.loads((run / "recipe.json").read_text())
+    recipe["data"]["name"] = "cifar10"
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    (other / "recipe.json").write_text(json.dumps(recipe))
+    error = sparsam("gradients", other, "--data-root", tmp_path / "there", "--device", "cpu", code=1).stderr
+    assert str(tmp_path / "there") in "".join(error.split("\n"))
+
+
+def test_masks_of_runs_without_one(run, tmp_path):
+    other = tmp_path / "plain"
+    shutil.copytree(run, other)
+    lines = [json.loads(line) | {"mask_density": None} for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "Without a mask: plain" in sparsam("masks", run, other, "--output", tmp_path).stdout
+    assert "a run must have a mask to draw, but plain has none" in sparsam("masks", other, code=1).stderr
+
+
 def test_what_cannot_be_looked_at(run, tmp_path):
     for arguments, text in [
         (["sharpness", tmp_path], f"error: {tmp_path} is not the directory of a run: it has no recipe.json"),
         (["gradients", tmp_path, "--redraw"], "error: there is no .*gradients.json; make it with: sparsam gradients"),
         (["sharpness", run, "--rho", "-1"], "error: rho must be a finite number >= 0, but is -1.0"),
-        (["masks", tmp_path], "error: a run must have a mask to draw"),
+        (["masks", tmp_path], f"error: {tmp_path} is not the directory of a run: it has no recipe.json"),
+        (
+            ["gradients", run, "--output", __file__],
+            f"error: --output must be a folder for figures, but {__file__} is a",
+        ),
     ]:
         assert re.search(text.replace("(", r"\("), sparsam(*arguments, code=1).stderr)
 

@@ -74,14 +74,19 @@ def test_numbers_are_those_of_the_files(analysed, tmp_path):
             "λ1/λ5": f"{first / fifth:.2f}",
             "trace": f"{hessian['trace']:.4g} ± {hessian['trace_error']:.2g}",
             "converged": "no",  # after so few products
+            "images": str(hessian["samples"]),
         }
         counts, edges = np.array(gradients["counts"][""]), np.array(gradients["edges"])
         share = counts[edges[1:] < 1e-9].sum() / counts.sum()
-        assert results["gradients.json"] == {"weights with r < 0, ρ = 0.1": f"{100 * share:.1f} %"}
+        assert results["gradients.json"] == {
+            "weights with r < 0, ρ = 0.1": f"{100 * share:.1f} %",
+            "images": str(gradients["samples"]),
+        }
         best = {"weights": "of the best epoch"} if run is analysed[0] else {}
         assert results["sharpness.json"] == {
             "loss rise, ρ = 0.2": f"{sharpness['worst_case']:.3g}",
             "λ1": f"{sharpness['lambda1']:.3g}",
+            "images": str(sharpness["samples"]),
             **best,
         }
         for name in ("landscape.npz", "landscape-line.npz"):
@@ -89,6 +94,8 @@ def test_numbers_are_those_of_the_files(analysed, tmp_path):
                 assert results[name] == {
                     "loss at w": f"{float(saved['centre']):.4g}",
                     "median": f"{np.median(saved['losses']):.4g}",
+                    "within": f"± {saved['axis'][-1]:g}",
+                    "images": str(json.loads(str(saved["words"]))["settings"]["samples"]),
                 }
         assert len(results) == 5
 
@@ -223,9 +230,16 @@ def test_results_that_are_not_whole(spoiled):
         "λ5": "–",
         "λ1/λ5": "–",
         "trace": "9",
+        "images": str(values["samples"]),
         "weights": "of the best epoch",
     }
-    assert results["landscape.npz"] == {"loss at w": f"{part['centre']:.4g}", "median": "–", "points": "3 of 16"}
+    assert results["landscape.npz"] == {
+        "loss at w": f"{part['centre']:.4g}",
+        "median": "–",
+        "points": "3 of 16",
+        "within": "± 1",
+        "images": str(part["settings"]["samples"]),
+    }
 
 
 def test_files_of_others_are_linked_and_names_stay_names(spoiled):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 from cases import same, task, weights
 from sparsam.analysis import Objective, average_case, gradient_difference, worst_case
@@ -189,6 +190,14 @@ def test_data_that_is_refused(data, kind, text):
     with pytest.raises(kind) as error:
         Objective(t.model, F.cross_entropy, data(t))
     assert str(error.value) == text
+
+
+def test_a_loader_that_shuffles_leaves_torchs_random_numbers():
+    t = task()
+    before = torch.get_rng_state()
+    loader = DataLoader(TensorDataset(t.x, t.y), batch_size=7, shuffle=True)
+    assert Objective(t.model, F.cross_entropy, loader).count == 24
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_an_empty_batch_counts_for_nothing():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import statistics
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +18,7 @@ from sparsam.perturbation import perturb, restore
 from sparsam.replay import Replay
 from sparsam.timing import Clock
 
+TIMINGS = 3
 CLOSE = 1.05  # an estimate that is at most so much above a limit is looked into
 
 
@@ -39,7 +40,9 @@ def cut_costs(
     That is an estimate: the first pass of a real step stops right before the cut, and Python has more to do. With a
     limit, the two passes of real steps are timed, from the earliest cut that may fit on to the first that does.
 
-    All are rounded to hundredths, which is about as exact as they are: a cost that reads 1.25 keeps a limit of 1.25.
+    Of several timings the shortest counts, since what else a machine does only adds to them; no step costs less than
+    one base step, and none more than from an earlier cut. All are rounded to hundredths, which is about as exact as
+    they are: a cost that reads 1.25 keeps a limit of 1.25.
 
     Args:
         model: The network.
@@ -56,23 +59,33 @@ def cut_costs(
     with no_trace(model), torch.enable_grad():
         closure()
         step = _stepping(base)
-        for _ in range(2):  # the first warms up
-            one_pass, stepping, perturbing = (clock.time(work) for work in (closure, step, _perturbing(params)))
+        works = (closure, step, _perturbing(params))
+        times = [[clock.time(work) for work in works] for _ in range(1 + TIMINGS)][1:]  # the first warms up
+        one_pass, stepping, perturbing = map(min, zip(*times, strict=True))
         base_step = one_pass + stepping
         # Rank 0's, because all ranks must measure the same cuts below: the closure communicates.
         costs = value_of_rank_zero(
-            {cut: round(1 + ((cut.step or 0.0) * one_pass + cut.weights * perturbing) / base_step, 2) for cut in cuts}
+            {cut: 1 + ((cut.step or 0.0) * one_pass + cut.weights * perturbing) / base_step for cut in cuts}
         )
+        _settle(costs)
         for cut, estimate in costs.items():
             if limit is None or estimate > CLOSE * limit:
                 continue
             work = _two_passes(model, cut.name, closure)
             work()
-            two_passes = statistics.median(clock.time(work) for _ in range(3))
-            costs[cut] = value_of_rank_zero(round((two_passes + cut.weights * perturbing + stepping) / base_step, 2))
+            two_passes = min(clock.time(work) for _ in range(TIMINGS))
+            costs[cut] = value_of_rank_zero((two_passes + cut.weights * perturbing + stepping) / base_step)
+            _settle(costs)
             if costs[cut] <= limit:
                 break
     return costs
+
+
+def _settle(costs: dict[Cut, float]) -> None:
+    """Make possible costs of measured ones."""
+    least = math.inf
+    for cut, cost in costs.items():
+        least = costs[cut] = max(1.0, min(least, round(cost, 2)))
 
 
 def _perturbing(params: Sequence[Tensor]) -> Callable[[], None]:

@@ -38,7 +38,7 @@ def draw(result: dict[str, Any], path: Path) -> list[Path]:
         entries = {label: line for ax in row for line, label in zip(*ax.get_legend_handles_labels(), strict=True)}
         place = {"loc": "center left", "bbox_to_anchor": (1.02, 0.5)}
         row[-1].legend(entries.values(), entries.keys(), frameon=False, fontsize=8, **place)
-    figure.suptitle(_told(result), fontsize=10)
+    figure.suptitle(_told(result, ";  " if len(problems) > 1 else "\n"), fontsize=10)
     return save_figure(figure, path)
 
 
@@ -78,10 +78,11 @@ def _curves(ax: Any, curves: Sequence[dict[str, Any]]) -> None:
             ax.plot(*at, "x", color="tab:red", markersize=7, zorder=4, label="above the printed bound")
 
 
-def _told(result: dict[str, Any]) -> str:
+def _told(result: dict[str, Any], then: str) -> str:
     most = r"$\eta_0$ and $\rho_0$ the largest that the theorem allows"
     shares = rf"$\eta_0$ = {result['eta']:g} and $\rho_0$ = {result['rho']:g} of the largest that the theorem allows"
     return (
-        r"$\eta_t = \eta_0/\sqrt{t}$,  $\rho_t = \rho_0/\sqrt{t}$,  "
-        f"{most if result['eta'] == result['rho'] == 1 else shares};  mean and range of {result['seeds']} seeds"
+        r"$\eta_t = \eta_0/\sqrt{t}$,  $\rho_t = \rho_0/\sqrt{t}$"
+        f"{then}{most if result['eta'] == result['rho'] == 1 else shares}{then}"
+        f"mean and range of {result['seeds']} seeds"
     )

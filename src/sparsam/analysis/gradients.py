@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsam.analysis.objective import Objective
+from sparsam.analysis.objective import Objective, check_objective
 from sparsam.analysis.sharpness import checked_mask
 from sparsam.checks import check_rho, check_whole
 from sparsam.masks.selection import Selection
@@ -57,6 +57,7 @@ def gradient_difference(
         mask: Which weights are perturbed; None: all.
         adaptive: ASAM's perturbation.
     """
+    check_objective(objective)
     check_rho(rho)
     check_whole("bins", bins)
     params = objective.params

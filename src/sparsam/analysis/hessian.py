@@ -21,7 +21,7 @@ from torch import Tensor
 from sparsam.analysis.directions import Direction
 from sparsam.analysis.kernels import kernels
 from sparsam.analysis.lanczos import Array, lanczos, largest, quadrature
-from sparsam.analysis.objective import Objective
+from sparsam.analysis.objective import Objective, check_objective
 from sparsam.checks import check_choice, check_number, check_whole
 from sparsam.masks.selection import flatten, random_generator, unflatten
 
@@ -170,6 +170,7 @@ def top_eigenvalues(
     >>> top_eigenvalues(objective, k=2).values
     (1.0, 1.0)
     """
+    check_objective(objective)
     n = weights_of(objective)
     check_choice("precision", precision, tuple(TOLERANCES))
     tolerance = TOLERANCES[precision] if tolerance is None else tolerance
@@ -225,6 +226,7 @@ def spectral_density(
         seed: Where the random vectors start.
         progress: Called after each product.
     """
+    check_objective(objective)
     n, dtype = weights_of(objective), _dtype(objective)
     check_whole("probes", probes)
     check_choice("precision", precision, tuple(TOLERANCES))

@@ -91,7 +91,9 @@ def draw_lines(landscapes: Sequence[Landscape], path: Path) -> list[Path]:
         ax.plot(along, losses, color=colour, linestyle=DASHES[i % len(DASHES)], linewidth=1.9, label=label)
         ax.plot(0, shown.centre, "o", color=colour, markersize=5, markeredgecolor="white", zorder=3)
         if len(shown.path):
-            ax.plot(shown.path[:, 0], np.full(len(shown.path), scale.low), "|", color=colour, markersize=9)
+            ax.plot(
+                shown.path[:, 0], np.full(len(shown.path), scale.low), "|", color=colour, markersize=9, clip_on=False
+            )
     if scale.log:
         ax.set_yscale("log")
         ax.set_yticks(scale.ticks(), [f"{tick:g}" for tick in scale.ticks()])
@@ -125,7 +127,9 @@ def draw_contours(landscapes: Sequence[Landscape], path: Path) -> list[Path]:
             filled.set(edgecolor="face", linewidth=0.3)  # against hairlines between neighbours
             _isolines(ax, shown.axis, heights, scale)
         if len(shown.path):
-            ax.plot(*shown.path.T, ".-", color="white", markersize=5, linewidth=0.8, markeredgecolor=INK, zorder=3)
+            # Unclipped: the farthest checkpoints lie on the edge. Without lines, which would follow it.
+            marks = {"markersize": 5, "markeredgecolor": INK, "zorder": 3, "clip_on": False}
+            ax.plot(*shown.path.T, ".", color="white", **marks)
         ax.plot(0, 0, "o", color="white", markersize=5, markeredgecolor=INK, markeredgewidth=0.8, zorder=4)
         span = shown.axis[-1]
         ax.set(aspect="equal", xticks=[-span, 0, span], yticks=[-span, 0, span], xlim=(-span, span), ylim=(-span, span))
@@ -219,8 +223,8 @@ def caption(landscapes: Sequence[Landscape], *, dot: bool = True) -> str:
     elif settings["directions"] == "pca":
         shares = "; ".join(" and ".join(f"{100 * s:.1f} %" for s in shown.explained) for shown in landscapes)
         text += (
-            f"{noun}: principal, of checkpoints around w (small marks), with {shares} of their squared distance; "
-            f"running statistics are those of w. "
+            f"{noun}: principal, of checkpoints around w{' (small marks)' if dot else ''}, with {shares} of their "
+            f"squared distance; running statistics are those of w. "
         )
     else:
         text += f"{noun}: given. "

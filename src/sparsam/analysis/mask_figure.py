@@ -30,7 +30,7 @@ def draw_masks(runs: Sequence[tuple[str, list[dict[str, Any]]]], path: Path) -> 
         layers, epochs = list(metrics[0]["mask_density"]), [m["epoch"] for m in metrics]
         density = np.array([[m["mask_density"][layer] for m in metrics] for layer in layers])
         extent = (epochs[0] - 0.5, epochs[-1] + 0.5, len(layers) - 0.5, -0.5)
-        image = above.imshow(density, aspect="auto", extent=extent, vmin=0, vmax=1, cmap="viridis")
+        image = above.imshow(density, aspect="auto", extent=extent, vmin=0, vmax=1, cmap="Blues")
         above.set_yticks(range(len(layers)), layers, fontsize=8)
         above.set_title(label)
         for key, words in (("mask_kept", "the epoch before"), ("mask_kept_since_start", "the first epoch")):

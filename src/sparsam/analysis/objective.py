@@ -20,6 +20,7 @@ from sparsam.analysis.products import HessianProduct
 from sparsam.autograd_graph import tensors_in
 from sparsam.checks import check_whole
 from sparsam.passes import looked_at
+from sparsam.randomness import random_numbers_apart
 
 
 class Objective:
@@ -51,12 +52,13 @@ class Objective:
         self.device = self.params[0].device
         self.batches: list[tuple[Any, Any]] = []
         self.sizes: list[int] = []
-        for batch in _batches(data, batch_size):
-            x, y = tree_map_only(Tensor, lambda t: t.to(self.device), _pair(batch))
-            size = len(tensors_in(x)[0])
-            if size:
-                self.batches.append((x, y))
-                self.sizes.append(size)
+        with random_numbers_apart(()):  # which a loader that shuffles draws
+            for batch in _batches(data, batch_size):
+                x, y = tree_map_only(Tensor, lambda t: t.to(self.device), _pair(batch))
+                size = len(tensors_in(x)[0])
+                if size:
+                    self.batches.append((x, y))
+                    self.sizes.append(size)
         self.count = sum(self.sizes)
         if not self.count:
             raise ValueError("data must hold at least one sample, but is empty")
@@ -107,6 +109,13 @@ class Objective:
         if before != [t._version for t in tensors_in(x) if not t.is_inference()]:
             raise ValueError("model must leave its inputs as they are, but has written into them: every look differs")
         return loss.mean() if loss.dim() else loss
+
+
+def check_objective(objective: object) -> None:
+    """Refuse a bare model: what is looked at needs a loss and data too."""
+    if not isinstance(objective, Objective):
+        given = type(objective).__name__
+        raise TypeError(f"objective must be an Objective(model, loss_fn, data), but is a {given}")
 
 
 def _check(model: nn.Module, params: Sequence[Tensor]) -> None:

@@ -60,7 +60,7 @@ class HessianProduct:
             try:
                 with random_numbers_apart(devices):
                     forward = self._forward(x, y, vector)
-            except torch.OutOfMemoryError:
+            except (torch.OutOfMemoryError, KeyboardInterrupt):
                 raise
             except Exception:  # whatever is wrong with the model itself, comes again below
                 forward = None
@@ -75,6 +75,14 @@ class HessianProduct:
         return bool(distance <= AGREEMENT.get(self.params[0].dtype, ELSE) * length)
 
     def _forward(self, x: Any, y: Any, vector: Sequence[Tensor]) -> list[Tensor] | None:
+        try:
+            return self._tangents(x, y, vector)
+        except RuntimeError as error:
+            if "KeyboardInterrupt" in str(error):  # torch's old compiler, which its formulas are written in, wraps it
+                raise KeyboardInterrupt from None
+            raise
+
+    def _tangents(self, x: Any, y: Any, vector: Sequence[Tensor]) -> list[Tensor] | None:
         with forward_ad.dual_level():
             duals = _duals(self.params, vector)
             with _swapped(self.model, dict(zip(self.params, duals, strict=True))):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,18 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def check_shared(runs: Sequence[Path], results: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> None:
+    """Refuse results of different settings, which do not compare."""
+    for run, result in zip(runs, results, strict=True):
+        for key in keys:
+            here, there = result.get(key), results[0].get(key)
+            if here != there:
+                raise ValueError(
+                    f"runs must have the same settings to stand side by side, but {key} is {there} for {runs[0]} and "
+                    f"{here} for {run}"
+                )
 
 
 def read_result(run: str | Path, name: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ def measure_sharpness(
     samples: int = 10_000,
     seed: int = 0,
     best: bool = False,
+    data_root: str | Path | None = None,
     device: torch.device | None = None,
 ) -> dict[str, Any]:
     """Measure how much the training loss rises near a run's weights; write it to RUN/analysis/sharpness.json.
@@ -37,9 +38,10 @@ def measure_sharpness(
         samples: Training images to look at.
         seed: Where the noise starts.
         best: The best epoch's weights in place of the last.
+        data_root: Where the data is, if it is no longer where the run had it.
         device: Where to.
     """
-    objective = load_objective(run, samples=samples, best=best, device=device)
+    objective = load_objective(run, samples=samples, best=best, data_root=data_root, device=device)
     mask = run_mask(run, objective)
     average, error = average_case(objective, rho, samples=noise, seed=seed)
     adaptive, adaptive_error = average_case(objective, adaptive_rho, samples=noise, seed=seed, adaptive=True)

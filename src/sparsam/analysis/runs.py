@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ def load_objective(
     samples: int = 10_000,
     batch_size: int = 1000,
     best: bool = False,
+    data_root: str | Path | None = None,
     device: torch.device | None = None,
 ) -> Objective:
     """Return the training loss of a run's weights over some of its training images.
@@ -34,10 +36,13 @@ def load_objective(
         samples: How many images; at most all.
         batch_size: How many of them at a time.
         best: The best epoch's weights in place of the last.
+        data_root: Where the data is, if it is no longer where the run had it.
         device: Where to; default: the CPU.
     """
     directory = RunDirectory(run)
     recipe, device = directory.recipe(), device or torch.device("cpu")
+    if data_root is not None:
+        recipe = replace(recipe, data=replace(recipe.data, root=str(data_root)))
     loader = build_loader(recipe, device)
     model = build_network(recipe, loader, device)
     saved = load_checkpoint(directory.best if best else directory.last, device)

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from sparsam.analysis.objective import Objective
+from sparsam.analysis.objective import Objective, check_objective
 from sparsam.checks import check_rho, check_whole
 from sparsam.masks.selection import Selection, random_generator
 from sparsam.perturbation import Saved, perturb, restore, save
@@ -48,6 +48,7 @@ def worst_case(
         mask: Which weights are perturbed, one entry a parameter of the objective; None: all.
         adaptive: ASAM's ball.
     """
+    check_objective(objective)
     check_rho(rho)
     check_whole("steps", steps)
     params = objective.params
@@ -76,6 +77,7 @@ def average_case(
         adaptive: Noise in proportion to each weight.
         seed: Where the noise starts: the same for runs that are compared.
     """
+    check_objective(objective)
     check_rho(rho)
     check_whole("samples", samples, least=2)
     params: list[Tensor] = list(objective.params)

@@ -13,15 +13,25 @@ from rich.table import Table
 
 from sparsam.analysis import gradient_difference
 from sparsam.analysis.gradient_figure import draw_layers, draw_runs
-from sparsam.analysis.results import write_result
+from sparsam.analysis.results import check_shared, write_result
 from sparsam.analysis.runs import load_objective
 
 
 def measure(
-    run: Path, *, rho: float, batch_size: int, batches: int, best: bool, device: torch.device
+    run: Path,
+    *,
+    rho: float,
+    batch_size: int,
+    batches: int,
+    best: bool,
+    device: torch.device,
+    data_root: Path | None = None,
 ) -> dict[str, Any]:
     """Measure one run; write RUN/analysis/gradients.json."""
-    objective = load_objective(run, samples=batches * batch_size, batch_size=batch_size, best=best, device=device)
+    samples = batches * batch_size
+    objective = load_objective(
+        run, samples=samples, batch_size=batch_size, best=best, data_root=data_root, device=device
+    )
     result = {**gradient_difference(objective, rho).to_dict(), "weights": "best" if best else "last"}
     write_result(run, "gradients", result)
     return result
@@ -29,6 +39,7 @@ def measure(
 
 def show(runs: Sequence[Path], results: Sequence[dict[str, Any]], output: Path) -> None:
     """Print the shares below 0 and draw the figures."""
+    check_shared(runs, results, ("rho", "samples", "batches", "weights"))
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("Run", no_wrap=True)
     table.add_column("r < 0, %", justify="right")

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from sparsam.analysis import hessian
-from sparsam.analysis.results import write_result
+from sparsam.analysis.results import check_shared, write_result
 from sparsam.analysis.runs import load_objective
 from sparsam.analysis.spectrum_figure import draw_spectra
 from sparsam.training.rundir import RunDirectory
@@ -35,9 +35,10 @@ def measure(
     seed: int,
     best: bool,
     device: torch.device,
+    data_root: Path | None = None,
 ) -> dict[str, Any]:
     """Measure one run; write RUN/analysis/hessian.json."""
-    objective = load_objective(run, samples=samples, best=best, device=device)
+    objective = load_objective(run, samples=samples, best=best, data_root=data_root, device=device)
     common: dict[str, Any] = {"precision": precision, "memory_limit": memory, "seed": seed}
     used = hessian.memory_needed(objective, k=top, products=products, steps=steps, memory_limit=memory)
     Console(stderr=True, highlight=False).print(
@@ -75,6 +76,7 @@ def measure(
 
 def show(runs: Sequence[Path], results: Sequence[dict[str, Any]], output: Path) -> None:
     """Print one row for each run and draw the figure."""
+    check_shared(runs, results, ("samples", "weights"))
     console = Console(highlight=False)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("Run", no_wrap=True)

@@ -18,6 +18,7 @@ from rich.table import Table
 from sparsam.analysis.landscape import Landscape, loss_landscape
 from sparsam.analysis.landscape_figure import draw_figures
 from sparsam.analysis.landscape_page import write_page
+from sparsam.analysis.results import check_shared
 from sparsam.analysis.runs import load_objective
 from sparsam.training.checkpoint import CheckpointError
 from sparsam.training.rundir import RunDirectory
@@ -30,8 +31,9 @@ LINES_EVERY = 10.0  # seconds between two lines in a log
 
 def check(*, directions: str, checkpoints: Sequence[Path]) -> None:
     """Refuse what would fail after some of the runs are done."""
-    if checkpoints and directions != "pca":
-        raise ValueError(f"--checkpoint goes with --directions pca, but --directions is {directions}")
+    if bool(checkpoints) != (directions == "pca"):
+        given = f"--directions is {directions}" if checkpoints else "there is none"
+        raise ValueError(f"--checkpoint must be given for --directions pca, and only then, but {given}")
     for file in checkpoints:
         if not file.is_file():
             raise CheckpointError(f"there is no checkpoint at {file}")
@@ -45,6 +47,7 @@ def measure(
     directions: str,
     checkpoints: Sequence[Path],
     device: torch.device,
+    data_root: Path | None = None,
     **options: Any,
 ) -> Landscape:
     """Compute one run's landscape, or what is missing of it; it is kept in RUN/analysis.
@@ -54,16 +57,16 @@ def measure(
         samples: Training images to look at.
         best: The best epoch's weights in place of the last.
         directions: "random" or "pca".
-        checkpoints: For "pca"; none: the run's own.
+        checkpoints: For "pca".
         device: Where to.
+        data_root: Where the data is, if it is no longer where the run had it.
         options: Those of :func:`loss_landscape`.
     """
-    directory = RunDirectory(run)
-    recipe = directory.recipe()
-    if directions == "pca" and not checkpoints:
-        checkpoints = [file for file in (directory.best, directory.last) if file.is_file()]
+    recipe = RunDirectory(run).recipe()
     batch_size = 2500 if device.type == "cuda" else 1000
-    objective = load_objective(run, samples=samples, batch_size=batch_size, best=best, device=device)
+    objective = load_objective(
+        run, samples=samples, batch_size=batch_size, best=best, data_root=data_root, device=device
+    )
     about = {
         "label": recipe.method,
         "seed": recipe.train.seed,
@@ -95,14 +98,7 @@ def load(run: Path, dimensions: int) -> Landscape:
 
 def show(runs: Sequence[Path], landscapes: Sequence[Landscape], output: Path) -> None:
     """Print one row for each run, draw the figures and write the page."""
-    for run, shown in zip(runs, landscapes, strict=True):
-        for key in SHARED:
-            here, there = shown.settings[key], landscapes[0].settings[key]
-            if here != there:
-                raise ValueError(
-                    f"runs must have the same settings to stand side by side, but {key} is {there} for {runs[0]} and "
-                    f"{here} for {run}"
-                )
+    check_shared(runs, [shown.settings for shown in landscapes], SHARED)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("Run", no_wrap=True)
     for heading in ("Loss at w", "Median", "Highest", "Not finite", "Points"):

@@ -14,6 +14,9 @@ Best = Annotated[bool, typer.Option("--best", help="The best epoch's weights in 
 Seed = Annotated[int, typer.Option(min=0, help="Where random numbers start.")]
 Redraw = Annotated[bool, typer.Option("--redraw", help="Use what was measured before.")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="Where figures are written.")]
+DataRoot = Annotated[
+    Path | None, typer.Option(help="Where the data is now, if not where the runs had it (data.root of a recipe).")
+]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default: a GPU if there is one.")]
 
 
@@ -27,6 +30,7 @@ def sharpness(
     seed: Seed = 0,
     best: Best = False,
     redraw: Redraw = False,
+    data_root: DataRoot = None,
     device: Device = None,
 ) -> None:
     """Measure how much the loss rises near the weights of runs: worst case, average case, adaptive, λ1.
@@ -59,6 +63,7 @@ def sharpness(
                         samples=samples,
                         seed=seed,
                         best=best,
+                        data_root=data_root,
                         device=place,
                     )
                 )
@@ -73,6 +78,7 @@ def gradients(
     best: Best = False,
     redraw: Redraw = False,
     output: Output = Path("runs/analysis"),
+    data_root: DataRoot = None,
     device: Device = None,
 ) -> None:
     """Compare the gradients of SAM and SGD weight by weight, over all weights and by layer.
@@ -88,12 +94,13 @@ def gradients(
     if redraw:
         results = [read_result(run, "gradients") for run in runs]
     else:
-        check_runs(runs, best=best, draws=True)
+        check_runs(runs, best=best, output=output)
         place, results = find_device(device), []
-        options: dict[str, Any] = {"rho": rho, "batch_size": batch_size, "batches": batches, "best": best}
+        options: dict[str, Any] = {"rho": rho, "batch_size": batch_size, "batches": batches}
+        options |= {"best": best, "data_root": data_root, "device": place}
         for run in runs:
             with told(f"{run.name}: gradients"):
-                results.append(module.measure(run, **options, device=place))
+                results.append(module.measure(run, **options))
     module.show(runs, results, output)
 
 
@@ -108,7 +115,15 @@ def masks(runs: Runs, output: Output = Path("runs/analysis")) -> None:
     from sparsam.analysis.mask_figure import draw_masks
     from sparsam.training.rundir import RunDirectory
 
-    files = draw_masks([(run.name, RunDirectory(run).metrics()) for run in runs], output / "masks")
+    metrics = {}
+    for run in runs:
+        RunDirectory(run).recipe()  # or it says that this is no run
+        metrics[run.name] = RunDirectory(run).metrics()
+    without = [name for name, epochs in metrics.items() if not any(epoch["mask_density"] for epoch in epochs)]
+    shown = [(name, epochs) for name, epochs in metrics.items() if name not in without]
+    files = draw_masks(shown or list(metrics.items()), output / "masks")
+    if without:
+        print(f"Without a mask: {', '.join(without)}")
     print(f"Figures: {', '.join(map(str, files))}")
 
 
@@ -125,6 +140,7 @@ def hessian(
     best: Best = False,
     redraw: Redraw = False,
     output: Output = Path("runs/analysis"),
+    data_root: DataRoot = None,
     device: Device = None,
 ) -> None:
     """Measure the spectrum of the loss's Hessian: λ1, λ5, λ1/λ5, the trace, and the density of all eigenvalues.
@@ -142,7 +158,7 @@ def hessian(
     if redraw:
         results = [read_result(run, "hessian") for run in runs]
     else:
-        check_runs(runs, best=best, draws=True)
+        check_runs(runs, best=best, output=output)
         place = find_device(device)
         results = [
             module.measure(
@@ -156,6 +172,7 @@ def hessian(
                 samples=samples,
                 seed=seed,
                 best=best,
+                data_root=data_root,
                 device=place,
             )
             for run in runs
@@ -170,7 +187,7 @@ def landscape(
     range: Annotated[float, typer.Option("--range", help="Each axis goes from -RANGE to RANGE.")] = 1.0,
     directions: Annotated[str, typer.Option(help="random (filter-normalised) or pca (of checkpoints).")] = "random",
     checkpoint: Annotated[
-        list[Path] | None, typer.Option(help="For pca, once for each file; default: the run's own last.pt and best.pt.")
+        list[Path] | None, typer.Option(help="For pca, once for each file: checkpoints of this run or of others.")
     ] = None,
     precision: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
     samples: Samples = 10_000,
@@ -178,6 +195,7 @@ def landscape(
     best: Best = False,
     redraw: Redraw = False,
     output: Output = Path("runs/analysis"),
+    data_root: DataRoot = None,
     device: Device = None,
 ) -> None:
     """Draw the loss around the weights of runs, side by side: contours, surfaces, a page to turn and read off.
@@ -197,7 +215,7 @@ def landscape(
         found = [module.load(run, dimensions) for run in runs]
     else:
         place = find_device(device)
-        check_runs(runs, best=best, draws=True)
+        check_runs(runs, best=best, output=output)
         module.check(directions=directions, checkpoints=checkpoints)
         found = [
             module.measure(
@@ -211,6 +229,7 @@ def landscape(
                 samples=samples,
                 seed=seed,
                 best=best,
+                data_root=data_root,
                 device=place,
             )
             for run in runs
@@ -236,14 +255,16 @@ def measure_missing(runs: list[Path], rho: float, device: Any) -> None:
             measure_sharpness(run, rho=rho, device=device)
 
 
-def check_runs(runs: list[Path], *, best: bool, draws: bool = False) -> None:
+def check_runs(runs: list[Path], *, best: bool, output: Path | None = None) -> None:
     """Refuse what would fail after some of the runs are done."""
     from sparsam.extras import need
     from sparsam.training.checkpoint import CheckpointError
     from sparsam.training.rundir import RunDirectory
 
-    if draws:
+    if output is not None:
         need("matplotlib", "figures", extra="analysis")
+        if output.exists() and not output.is_dir():
+            raise ValueError(f"--output must be a folder for figures, but {output} is a file")
     for run in runs:
         directory = RunDirectory(run)
         directory.recipe()

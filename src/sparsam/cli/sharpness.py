@@ -10,6 +10,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from sparsam.analysis.results import check_shared
+
 COLUMNS = {  # headings and the values below them
     "Loss": "loss",
     "Worst": "worst_case",
@@ -23,21 +25,30 @@ COLUMNS = {  # headings and the values below them
 
 def show(runs: Sequence[Path], results: Sequence[dict[str, Any]]) -> None:
     """Print one row for each run."""
+    check_shared(runs, results, ("rho", "adaptive_rho", "ascent", "noise", "samples", "seed", "weights"))
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("Run", no_wrap=True)
     shown = {heading: key for heading, key in COLUMNS.items() if any(r[key] is not None for r in results)}
     for heading in shown:
-        table.add_column(heading, justify="right", width=max(8, *map(len, heading.split())))
+        table.add_column(heading, justify="right", no_wrap=True)
     for run, result in zip(runs, results, strict=True):
-        table.add_row(run.name, *("–" if result[key] is None else f"{result[key]:.3g}" for key in shown.values()))
+        table.add_row(run.name, *(_cell(result, key) for key in shown.values()))
     console = Console(highlight=False)
-    wide = Console(highlight=False, width=max(console.width, 40 + 12 * len(shown)))  # numbers are not cut off
+    wide = Console(highlight=False, width=max(console.width, 40 + 24 * len(shown)))  # numbers are not cut off
     wide.print(table)
     first = results[0]
     console.print(
-        f"Rise of the training loss over {first['samples']} images, BatchNorm in eval mode. Worst: "
+        f"Rise of the training loss over {first['samples']} images around the {first['weights']} weights, BatchNorm in "
+        f"eval mode. Worst: "
         f"{first['ascent']} step(s) of ascent to ‖ε‖ = ρ = {first['rho']:g}; masked: only what the run perturbs. "
-        f"Mean: Gaussian noise of mean length ρ, {first['noise']} draws. Adaptive: relative to the weights, "
-        f"ρ = {first['adaptive_rho']:g}. λ1: largest eigenvalue of the Hessian.",
+        f"Mean: Gaussian noise of mean length ρ, {first['noise']} draws, ± its standard error. Adaptive: relative to "
+        f"the weights, ρ = {first['adaptive_rho']:g}. λ1: largest eigenvalue of the Hessian.",
         style="dim",
     )
+
+
+def _cell(result: dict[str, Any], key: str) -> str:
+    value, error = result[key], result.get(f"{key}_error")
+    if value is None:
+        return "–"
+    return f"{value:.3g}" + ("" if error is None else f" ± {error:.2g}")

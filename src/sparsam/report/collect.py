@@ -7,6 +7,7 @@ finished, they come from the epochs there are, and `Method.notes` says so.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,8 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from sparsam.report.record import Record, ReportError, is_number, read_text, shown
+
+ABOUT = re.compile(r" \(\d+ images.*\)$")  # what a column of sharpness was measured over
 
 # Settings in which the seeds of one method may differ.
 INCIDENTAL = {"train.seed", "mask.seed", "data.root", "data.workers", "train.checkpoint_epochs"}
@@ -229,7 +232,7 @@ def collect(directories: Iterable[Path]) -> list[Method]:
     runs = [read_run(directory) for directory in {Path(d).resolve(): Path(d) for d in directories}.values()]
     if not runs:
         raise ReportError("there is no run to compare: give at least one run directory")
-    return group_runs(runs)
+    return group_runs(_short_labels(runs))
 
 
 def group_runs(runs: Iterable[Run]) -> list[Method]:
@@ -329,8 +332,20 @@ def _sharpness(path: Path) -> dict[str, float]:
         return {}
     measured = Record.read(path)
     rise = f"Loss rise, ρ = {measured.number('rho'):g}"
-    found = {rise: measured.optional("worst_case"), "λ1": measured.optional("lambda1")}
+    best = ", best epoch" if measured.values.get("weights") == "best" else ""
+    about = f" ({measured.whole('samples')} images{best})"
+    found = {rise + about: measured.optional("worst_case"), f"λ1{about}": measured.optional("lambda1")}
     return {label: value for label, value in found.items() if value is not None}
+
+
+def _short_labels(runs: list[Run]) -> list[Run]:
+    """Leave out of columns over how many images they are, if that is the same for all runs."""
+    about = {match.group() for run in runs for label in run.extra if (match := ABOUT.search(label))}
+    if len(about) != 1 or "best" in (suffix := about.pop()):
+        return runs
+    return [
+        replace(run, extra={label.removesuffix(suffix): value for label, value in run.extra.items()}) for run in runs
+    ]
 
 
 def _with_summary(run: Run, summary: Record) -> Run:

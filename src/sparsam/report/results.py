@@ -34,6 +34,7 @@ def _sharpness(file: Path) -> dict[str, str]:
     return {
         f"loss rise, ρ = {found.number('rho'):g}": _shown(found.optional("worst_case")),
         "λ1": _shown(found.optional("lambda1")),
+        **_images(found.values.get("samples")),
         **_of_the_best(found.values.get("weights")),
     }
 
@@ -51,6 +52,7 @@ def _hessian(file: Path) -> dict[str, str]:
         "λ1/λ5": NONE if ratio is None else f"{ratio:.2f}",
         "trace": f"{found.number('trace'):.4g}" + ("" if error is None else f" ± {error:.2g}"),
         **({} if found.flag("converged") else {"converged": "no"}),
+        **_images(found.values.get("samples")),
         **_of_the_best(found.values.get("weights")),
     }
 
@@ -59,7 +61,7 @@ def _gradients(file: Path) -> dict[str, str]:
     found = Record.read(file)
     below = found.number("below_zero.")  # the layers' shares have names, that of all weights has none
     share = {f"weights with r < 0, ρ = {found.number('rho'):g}": f"{100 * below:.1f} %"}
-    return {**share, **_of_the_best(found.values.get("weights"))}
+    return {**share, **_images(found.values.get("samples")), **_of_the_best(found.values.get("weights"))}
 
 
 def _landscape(file: Path) -> dict[str, str]:
@@ -75,8 +77,15 @@ def _landscape(file: Path) -> dict[str, str]:
         "loss at w": f"{found.centre:.4g}",
         "median": f"{found.median:.4g}" if whole else NONE,
         **({} if found.complete else {"points": f"{found.finished} of {found.losses.size}"}),
+        "within": f"± {found.settings['range']:g}",
+        **_images(found.settings.get("samples")),
         **_of_the_best(found.about.get("weights")),
     }
+
+
+def _images(samples: object) -> dict[str, str]:
+    """Say how many images were looked at, without which numbers do not compare."""
+    return {"images": f"{samples:,}"} if isinstance(samples, int) else {}
 
 
 def _of_the_best(weights: object) -> dict[str, str]:
