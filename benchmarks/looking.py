@@ -3,8 +3,7 @@
 The network is ResNet-18 with its first weights and the images are noise, which changes no kernel. All are timed in
 turn, round after round.
 
-    python benchmarks/looking.py --output results/looking/h200.json
-    python benchmarks/looking.py --samples 250 --rounds 3 --output results/looking/cpu.json
+    python benchmarks/looking.py --samples 250 --output results/looking/cpu.json
 """
 
 import argparse
