@@ -139,9 +139,10 @@ class Method:
         return self.statistic(lambda run: run.best_accuracy)
 
     @property
-    def step_ms(self) -> Statistic | None:
-        """Milliseconds of a step."""
-        return self.statistic(lambda run: run.step_ms)
+    def step_ms(self) -> float | None:
+        """Milliseconds of a step; the median, since one seed may have trained while the machine did something else."""
+        found = [run.step_ms for run in self.counted if run.step_ms is not None]
+        return median(found) if found else None
 
     @property
     def seconds(self) -> Statistic | None:
@@ -258,7 +259,7 @@ def _relative_step(method: Method, methods: Sequence[Method]) -> float | None:
     for reference in methods:
         if not reference.sam and reference.runs[0].workload == method.runs[0].workload:
             own, plain = method.step_ms, reference.step_ms
-            return own.mean / plain.mean if own and plain and plain.mean > 0 else None
+            return own / plain if own and plain else None
     return None
 
 

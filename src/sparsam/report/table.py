@@ -78,7 +78,7 @@ def _row(method: Method, methods: Sequence[Method], further: Sequence[str]) -> t
         Cell(_spread(accuracy, 100, ".2f"), _best(method)),
         Cell(_scaled(method.perturbed, 100, ".1f")),
         Cell(_times(method.theoretical_flops.mean if method.theoretical_flops else None)),
-        Cell(_times(method.relative_step), _milliseconds(step.mean) if step else ""),
+        Cell(_times(method.relative_step), _milliseconds(step) if step else ""),
         Cell(_scaled(memory, 1, ",.0f")),
         Cell(duration(seconds.mean) if seconds else NONE),
         Cell(_values(method.weight_decay)),
