@@ -9,7 +9,7 @@ from torch.fx.proxy import TraceError
 from torch.nn import functional as F
 
 from cases import same, weights
-from sparsam.analysis.fusion import Fused, FusedForward, _same, fastest, fused
+from sparsam.analysis.fusion import Fused, FusedForward, checked, fastest, fused
 from sparsam.analysis.objective import Objective
 from sparsam.models import build_model
 
@@ -142,6 +142,8 @@ PLAIN = {  # fused, at least in part
     "without a ReLU": lambda b, x: b.bn(b.conv(x)) + x,
     "with a number": lambda b, x: F.relu(b.bn(b.conv(x)) + 1.5),
     "the size of the batch": lambda b, x: F.relu(b.bn(b.conv(x)) + x.size(0)),
+    "a product, and a ReLU in place": lambda b, x: b.relu(b.bn(b.conv(x)) * x.mean() + x),
+    "a constant": lambda b, x: F.relu(b.bn(b.conv(x - torch.tensor([[[0.5]]]))) + x),
     "as keywords": lambda b, x: F.relu(b.bn(b.conv(input=x))),
 }
 
@@ -162,9 +164,16 @@ def into_input(block, x):
 
 
 def test_what_a_trace_does_not_see_is_found_by_its_loss():
-    assert _same(objective_of(networks("resnet-small").float()))
-    assert not _same(objective_of(Block(into_input)))
-    assert not _same(objective_of(nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 4))))  # nothing to fuse
+    assert checked(objective_of(networks("resnet-small").float()))
+    assert checked(objective_of(Block(into_input))) is None
+    assert checked(objective_of(nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 4)))) is None  # nothing to fuse
+
+
+def test_what_cannot_be_fused_on_a_gpu_is_told():
+    objective = objective_of(Branches())
+    objective.device = torch.device("cuda")  # what it would be told of there
+    with pytest.warns(UserWarning, match="convolutions are not fused, which takes longer: symbolically traced"):
+        assert fastest(objective) is None
 
 
 def set_first(block, x):
@@ -211,7 +220,7 @@ class Remembers(nn.Module):
         self.conv, self.bn, self.features = conv(3), nn.BatchNorm2d(4), None
         self.register_buffer("last", torch.zeros(()))
 
-    def forward(self, x, scale=None):
+    def forward(self, x, scale=None, size=(1, 1)):
         self.features = F.relu(self.bn(self.conv(x)))
         self.last = self.features.mean()
         h = self.features if scale is None else scale * self.features

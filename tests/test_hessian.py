@@ -15,6 +15,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from cases import same, task
 from sparsam.analysis.hessian import (
@@ -201,11 +202,10 @@ def first_product(model, loss_fn, x, y):
     """H v from both forms of the product, and which one the objective chose."""
     objective = Objective(model, loss_fn, (x, y))
     vector = [torch.randn_like(p) for p in objective.params]
-    with sdpa_kernel(SDPBackend.MATH):
-        found = objective.hessian_product(vector)
-        forward = objective.product.forward_mode
-        objective.product.forward_mode = False
-        return found, objective.hessian_product(vector), forward
+    found = objective.hessian_product(vector)
+    forward = objective.product.forward_mode
+    objective.product.forward_mode = False
+    return found, objective.hessian_product(vector), forward
 
 
 @pytest.mark.parametrize("case", dict.fromkeys([*CASES, recurrent, *REVERSE]))
@@ -262,6 +262,38 @@ def test_a_loss_that_reads_the_weights_itself(through):
     for h, r, without, v in zip(found, reverse, plain, vector, strict=True):
         torch.testing.assert_close(h, without + 1.4 * v, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(r, h, rtol=1e-10, atol=1e-12)
+
+
+def test_a_first_vector_that_shows_nothing_is_not_believed():
+    model, loss_fn, x, y = detaching()
+    objective = Objective(model, loss_fn, (x, y))
+    objective.hessian_product([torch.zeros_like(p) for p in objective.params])
+    assert objective.product.forward_mode is False
+
+
+def test_padding_that_only_a_later_batch_has():
+    model, loss_fn, x, y = words()
+    x[:4], x[4:, 0] = 3, 0
+    objective = Objective(model, loss_fn, (x, y), batch_size=4)
+    vector = [torch.randn_like(p) for p in objective.params]
+    found = objective.hessian_product(vector)
+    objective.product.forward_mode = False
+    assert same(found, objective.hessian_product(vector))
+
+
+def test_checkpointing_keeps_forward_mode():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = mlp()[0]
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    _, loss_fn, x, y = mlp()
+    found, reverse, forward = first_product(Checkpointed(), loss_fn, x, y)
+    assert forward
+    torch.testing.assert_close(found, reverse, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")

@@ -533,6 +533,7 @@ def test_numbers_of_numpy_and_what_cannot_be_saved(tmp_path):
     assert Landscape.load(file).complete
     with pytest.raises(TypeError, match="not JSON serializable"):  # before the first point
         loss_landscape(t.model, F.cross_entropy, (t.x, t.y), about={"run": tmp_path}, progress=lambda *_: 1 / 0)
+    assert loss_landscape(t.model, F.cross_entropy, (t.x, t.y), dimensions=np.int64(1), points=2).losses.shape == (2,)
     for dimensions in (True, 1.0, 3):
         with pytest.raises(ValueError, match=rf"^dimensions must be 1 or 2, but is {dimensions}$"):
             loss_landscape(t.model, F.cross_entropy, (t.x, t.y), dimensions=dimensions)

@@ -180,7 +180,7 @@ REFUSED = [
     (lambda t: (t.x.numpy(), t.y.numpy()), TypeError, f"{BATCHES}holds a ndarray"),
     (lambda t: [(t.x, t.y, t.y)], TypeError, f"{BATCHES}holds a tuple of 3"),
     (lambda t: [{"x": t.x}], TypeError, f"{BATCHES}holds a dict"),
-    (lambda t: [("some", t.y)], TypeError, "the inputs of a batch must hold a tensor, but are str"),
+    (lambda t: [("some", t.y)], TypeError, "the inputs of a batch must hold a tensor of samples, but are str"),
 ]
 
 
@@ -218,13 +218,24 @@ def test_models_that_are_refused():
     x, y = torch.ones(4, 3), torch.zeros(4, dtype=torch.long)
     words = nn.Sequential(nn.Embedding(5, 2, max_norm=1.0), nn.Flatten(), nn.Linear(6, 2))
     for model, inputs, text in [
-        (Writes(), x, "model must leave its inputs as they are, but has written into them: every look differs"),
+        (
+            Writes(),
+            x,
+            "model must leave its inputs as they are, but has written into them, so that each look would differ: "
+            "let it clone them, or begin with inplace=False",
+        ),
         (words, x.long(), "model must not change its weights when it is run, but '0' has a max_norm"),
         (nn.Linear(3, 2, dtype=torch.complex64), x, "model must have real weights, but some are complex"),
     ]:
         with pytest.raises(ValueError) as error:
             Objective(model, F.cross_entropy, (inputs, y)).loss()
         assert str(error.value) == text
+
+
+def test_a_clipping_threshold_is_no_embedding():
+    model = nn.Linear(3, 2)
+    model.max_norm = 1.0
+    assert Objective(model, F.cross_entropy, (torch.ones(4, 3), torch.zeros(4, dtype=torch.long))).loss() > 0
 
 
 def test_a_rise_without_end_is_infinite():

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import inspect
 import operator
+import warnings
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from sparsam.analysis.kernels import kernels
 from sparsam.analysis.objective import Objective
-from sparsam.passes import looked_at
 
 RELUS = (F.relu, torch.relu, "relu", "relu_")  # functions, and methods of tensors
 CHANNELS = 8  # tensor cores take so many at a time: with 3, cuDNN falls back to a kernel that is six times slower
@@ -38,28 +38,27 @@ def fastest(objective: Objective) -> FusedForward | None:
     if objective.device.type != "cuda":
         return None  # a CPU's convolutions gain nothing
     try:
-        return FusedForward(objective.model, torch.bfloat16) if _same(objective) else None
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # what cannot be copied, traced, or run so: there is the model itself
+        return checked(objective)
+    except Exception as error:  # what cannot be copied, traced, or run so: there is the model itself
+        warnings.warn(f"convolutions are not fused, which takes longer: {error}", stacklevel=3)
         return None
 
 
-def _same(objective: Objective) -> bool:
-    """Tell whether the first batch has the same loss: in float32 without cuDNN's fusion, and in bf16 with it.
+def checked(objective: Objective) -> FusedForward | None:
+    """Return a fused forward pass in bf16, if there is something to fuse and the first batch has the same loss.
 
-    The first is sharp: a trace does not see that `x += h` changes an x that is used again.
+    That is seen in float32, sharply, since a trace does not show that `x += h` changes an x that is used again; and in
+    bf16, with cuDNN's fused kernels.
     """
-    part = next(objective.parts())
+    part, device = next(objective.parts()), objective.device.type
     exact, fast = (FusedForward(objective.model, dtype) for dtype in (torch.float32, torch.bfloat16))
     if not fast.fused:
-        return False
-    exact.with_cudnn(False)
-    with torch.autocast(objective.device.type, enabled=False), kernels():
+        return None
+    with torch.autocast(device, enabled=False), kernels():
         same = torch.isclose(part.loss(exact), part.loss(), rtol=SAME)
-    with torch.autocast(objective.device.type, torch.bfloat16, cache_enabled=False):
+    with torch.autocast(device, torch.bfloat16, cache_enabled=False):
         near = torch.isclose(part.loss(fast), part.loss(), rtol=BF16)
-    return bool(same & near)
+    return fast if same & near else None
 
 
 class FusedForward:
@@ -71,8 +70,7 @@ class FusedForward:
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        with looked_at(model):
-            self.module = fused(model, dtype)
+        self.module = fused(model, dtype)
         self.fused = [part for part in self.module.modules() if isinstance(part, Fused)]
         self.refresh()
 
@@ -84,11 +82,6 @@ class FusedForward:
         """Take the weights that the model has now."""
         for part in self.fused:
             part.refresh()
-
-    def with_cudnn(self, cudnn: bool) -> None:
-        """Fuse with cuDNN's kernels, or with separate ones, which compute the same."""
-        for part in self.fused:
-            part.cudnn = cudnn
 
 
 class Fused(nn.Module):
@@ -110,7 +103,7 @@ class Fused(nn.Module):
         self.how: Any = (convolution.stride, convolution.padding, convolution.dilation, convolution.groups)
         self.missing = -convolution.in_channels % CHANNELS if convolution.groups == 1 else 0
         self.pointwise = convolution.kernel_size == (1, 1) and self.how[1:] == ((0, 0), (1, 1), 1)
-        self.cudnn = convolution.weight.is_cuda
+        self.cudnn = convolution.weight.is_cuda and dtype == torch.bfloat16
 
     def refresh(self) -> None:
         """Take the weights that the model has now."""
@@ -149,18 +142,19 @@ class Fused(nn.Module):
 
 
 def fused(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return a module that computes what a model in eval mode does, with :class:`Fused` parts; or the model itself.
+    """Return a module that computes what a model does in eval mode, with :class:`Fused` parts; or the model itself.
 
     Args:
-        model: In eval mode. Nothing of it changes: a copy is traced.
+        model: Nothing of it changes: a copy is traced, which shares its weights.
         dtype: For the convolutions that are fused.
     """
     if any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules()):
         return model  # what they do is lost in a trace
-    arguments = inspect.signature(model.forward).parameters.values()
-    known = {a.name: a.default for a in arguments if a.default is not a.empty}
-    graph = fx.Tracer().trace(copy.deepcopy(model), concrete_args=known or None)
-    result = fx.GraphModule(model, graph)
+    twin = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())}).eval()
+    defaults = {a.name: a.default for a in inspect.signature(model.forward).parameters.values()}
+    known = {name: value for name, value in defaults.items() if value is None or type(value) in (bool, int, float, str)}
+    graph = fx.Tracer().trace(twin, concrete_args=known or None)
+    result = fx.GraphModule(twin, graph)
     modules = dict(result.named_modules())
     for node in list(graph.nodes):
         chain, shortcut = _chain(node, modules)
@@ -223,7 +217,8 @@ def _in_place(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     return functional or named or (name.endswith("_") and not name.endswith("__"))
 
 
-FRESH = (Fused, nn.Linear, nn.Conv2d, nn.BatchNorm2d)  # whose outputs share no memory with anything
+FRESH = (Fused, nn.Linear, nn.Conv2d, nn.BatchNorm2d, operator.add, operator.mul, torch.add, torch.mul)
+"""Whose outputs share no memory with anything."""
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:

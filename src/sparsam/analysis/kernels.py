@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 @contextmanager
 def kernels(precision: str = "ieee") -> Iterator[None]:
-    """Choose how a GPU rounds in convolutions and matrix products, and attention that has a second derivative.
+    """Choose how a GPU rounds in convolutions and matrix products.
 
     Args:
         precision: "ieee", or "tf32", torch's default for convolutions, which leaves three digits: H v is not linear in
@@ -25,14 +25,15 @@ def kernels(precision: str = "ieee") -> Iterator[None]:
     try:
         for backend in backends:
             backend.fp32_precision = precision
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
+        yield
     finally:
         for backend, old in zip(backends, before, strict=True):
             backend.fp32_precision = old
 
 
-def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
-    """Run what is compiled of a model as it was written: compiled code has no second derivative."""
+@contextmanager
+def twice_differentiable(model: nn.Module) -> Iterator[None]:
+    """Run a model without what has no second derivative: compiled code, and fused attention."""
     compiled = any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in model.modules())
-    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+    with torch.compiler.set_stance("force_eager") if compiled else nullcontext(), sdpa_kernel(SDPBackend.MATH):
+        yield

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +172,7 @@ def loss_landscape(
             "toward": None if directions == "random" else _fingerprint(t for d in chosen for t in d),
             "samples": objective.count,
             "precision": precision,
-            "fused": forward is not None,
+            **({} if forward is None else {"fused": True}),
             "device": objective.device.type,
             "weights": _fingerprint([*model.parameters(), *model.buffers()]),
         }
@@ -289,7 +290,7 @@ def _check(
     seed: object,
     precision: object,
 ) -> None:
-    if type(dimensions) is not int or dimensions not in (1, 2):
+    if isinstance(dimensions, bool) or not isinstance(dimensions, Integral) or dimensions not in (1, 2):
         raise ValueError(f"dimensions must be 1 or 2, but is {dimensions!r}")
     check_whole("points", points, least=2)
     check_number("range", range, "a finite number > 0", lambda value: 0 < value < math.inf)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from sparsam.analysis.kernels import uncompiled
+from sparsam.analysis.kernels import twice_differentiable
 from sparsam.analysis.products import HessianProduct
 from sparsam.autograd_graph import tensors_in
 from sparsam.checks import check_whole
@@ -52,10 +52,10 @@ class Objective:
         self.device = self.params[0].device
         self.batches: list[tuple[Any, Any]] = []
         self.sizes: list[int] = []
-        with random_numbers_apart(()):  # which a loader that shuffles draws
+        with random_numbers_apart({self.device}):  # which a loader that shuffles draws
             for batch in _batches(data, batch_size):
                 x, y = tree_map_only(Tensor, lambda t: t.to(self.device), _pair(batch))
-                size = len(tensors_in(x)[0])
+                size = next(len(t) for t in tensors_in(x) if t.dim())
                 if size:
                     self.batches.append((x, y))
                     self.sizes.append(size)
@@ -94,7 +94,7 @@ class Objective:
     def hessian_product(self, vector: Sequence[Tensor]) -> list[Tensor]:
         r"""Return :math:`\nabla^2 f(w)\, v` for one tensor v a parameter."""
         total = [torch.zeros_like(p) for p in self.params]
-        with looked_at(self.model), torch.enable_grad(), uncompiled(self.model):
+        with looked_at(self.model), torch.enable_grad(), twice_differentiable(self.model):
             for x, y, share in self._weighted():
                 torch._foreach_add_(total, self.product(x, y, vector), alpha=share)
         return total
@@ -107,7 +107,10 @@ class Objective:
         before = [t._version for t in tensors_in(x) if not t.is_inference()]
         loss = self.loss_fn((forward or self.model)(x), y)
         if before != [t._version for t in tensors_in(x) if not t.is_inference()]:
-            raise ValueError("model must leave its inputs as they are, but has written into them: every look differs")
+            raise ValueError(
+                "model must leave its inputs as they are, but has written into them, so that each look would differ: "
+                "let it clone them, or begin with inplace=False"
+            )
         return loss.mean() if loss.dim() else loss
 
 
@@ -126,7 +129,8 @@ def _check(model: nn.Module, params: Sequence[Tensor]) -> None:
         raise ValueError(f"model must be on one device, but is on {', '.join(sorted(map(str, devices)))}")
     if any(p.is_complex() for p in params):
         raise ValueError("model must have real weights, but some are complex")
-    writing = [name for name, m in model.named_modules() if getattr(m, "max_norm", None) is not None]
+    embeddings = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    writing = [name for name, m in embeddings if m.max_norm is not None]
     if writing:
         raise ValueError(f"model must not change its weights when it is run, but {writing[0]!r} has a max_norm")
 
@@ -135,8 +139,8 @@ def _pair(batch: Any) -> tuple[Any, Any]:
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         given = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
         raise TypeError(f"data must be a pair of tensors or batches of (inputs, targets), but holds a {given}")
-    if not tensors_in(batch[0]):
-        raise TypeError(f"the inputs of a batch must hold a tensor, but are {type(batch[0]).__name__}")
+    if not any(t.dim() for t in tensors_in(batch[0])):
+        raise TypeError(f"the inputs of a batch must hold a tensor of samples, but are {type(batch[0]).__name__}")
     return batch[0], batch[1]
 
 

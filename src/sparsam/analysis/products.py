@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from sparsam.analysis.kernels import kernels
+from sparsam.masks.selection import random_generator
 from sparsam.randomness import random_numbers_apart
 
 AGREEMENT = {torch.float64: 1e-8}  # ‖difference‖ / ‖H v‖ of the two forms, by rounding
@@ -43,7 +44,7 @@ class HessianProduct:
     def __call__(self, x: Any, y: Any, vector: Sequence[Tensor]) -> list[Tensor]:
         """Return one tensor for each parameter."""
         if self.forward_mode is None:
-            self.forward_mode = self._agree(x, y, vector)
+            self.forward_mode = self._agree(x, y)
         if self.forward_mode:
             products = self._forward(x, y, vector)
             if products is not None:
@@ -51,16 +52,20 @@ class HessianProduct:
             self.forward_mode = False
         return self._reverse(x, y, vector)
 
-    def _agree(self, x: Any, y: Any, vector: Sequence[Tensor]) -> bool:
-        """Tell whether forward mode is there and computes what reverse mode does."""
-        if any(isinstance(module, torch.jit.ScriptModule) for module in self.model.modules()):
-            return False  # loses tangents once it has specialised itself
-        devices = {p.device for p in self.params}
+    def _agree(self, x: Any, y: Any) -> bool:
+        """Tell whether forward mode is there and computes what reverse mode does, for a random vector."""
+        for module in self.model.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                return False  # loses tangents once it has specialised itself
+            if getattr(module, "padding_idx", None) is not None:
+                return False  # another function in forward mode, which this batch may not show
+        generator, devices = random_generator(0), {p.device for p in self.params}
+        vector = [torch.randn(p.shape, generator=generator).to(p) for p in self.params]
         with kernels():
             try:
                 with random_numbers_apart(devices):
                     forward = self._forward(x, y, vector)
-            except (torch.OutOfMemoryError, KeyboardInterrupt):
+            except torch.OutOfMemoryError:
                 raise
             except Exception:  # whatever is wrong with the model itself, comes again below
                 forward = None
@@ -69,7 +74,7 @@ class HessianProduct:
         if forward is None:
             return False
         distance, length = (
-            torch.stack(torch._foreach_norm([t.double() for t in tensors])).norm()
+            torch.stack(torch._foreach_norm(tensors, dtype=torch.float64)).norm()
             for tensors in (torch._foreach_sub(forward, reverse), reverse)
         )
         return bool(distance <= AGREEMENT.get(self.params[0].dtype, ELSE) * length)
@@ -87,9 +92,10 @@ class HessianProduct:
             duals = _duals(self.params, vector)
             with _swapped(self.model, dict(zip(self.params, duals, strict=True))):
                 loss = self.loss(x, y)
-            if not loss.requires_grad:
-                return None
-            found = torch.autograd.grad(loss, [*duals, *self.params], allow_unused=True)
+                if not loss.requires_grad:
+                    return None
+                # Inside, because checkpointing runs the model again here.
+                found = torch.autograd.grad(loss, [*duals, *self.params], allow_unused=True)
             grads, others = found[: len(duals)], found[len(duals) :]
             if any(g is not None for g in others):
                 return None  # the loss reaches the weights also by another way, on which they have no tangent

@@ -60,6 +60,7 @@ def measure_sharpness(
         "ascent": ascent,
         "noise": noise,
         "samples": objective.count,
+        "samples_asked": samples,
         "seed": seed,
         "weights": "best" if best else "last",
     }

@@ -12,7 +12,7 @@ Runs = Annotated[list[Path], typer.Argument(help="Directories of runs.")]
 Samples = Annotated[int, typer.Option(min=1, help="Training images to look at, the same for all runs.")]
 Best = Annotated[bool, typer.Option("--best", help="The best epoch's weights in place of the last.")]
 Seed = Annotated[int, typer.Option(min=0, help="Where random numbers start.")]
-Redraw = Annotated[bool, typer.Option("--redraw", help="Use what was measured before.")]
+Redraw = Annotated[bool, typer.Option("--redraw", help="Show what was measured before, as it was.")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="Where figures are written.")]
 DataRoot = Annotated[
     Path | None, typer.Option(help="Where the data is now, if not where the runs had it (data.root of a recipe).")
@@ -22,7 +22,7 @@ Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; defaul
 
 def sharpness(
     runs: Runs,
-    rho: Annotated[float, typer.Option(help="The radius within which the loss may rise.")] = 0.1,
+    rho: Annotated[float, typer.Option(help="Radius around the weights in which the largest rise is sought.")] = 0.1,
     adaptive_rho: Annotated[float, typer.Option(help="The same for the adaptive variants.")] = 1.0,
     ascent: Annotated[int, typer.Option(min=1, help="Steps of gradient ascent; 1 is SAM's own perturbation.")] = 1,
     noise: Annotated[int, typer.Option(min=2, help="Draws of Gaussian noise for the average case.")] = 10,
@@ -42,12 +42,13 @@ def sharpness(
     sparsam sharpness runs/demo/*-seed0 --rho 0.1
     ```
     """
-    from sparsam.analysis.results import read_result
+    from sparsam.analysis.results import check_shared, read_result
     from sparsam.analysis.run_sharpness import measure_sharpness
     from sparsam.cli import sharpness as module
 
     if redraw:
         results = [read_result(run, "sharpness") for run in runs]
+        check_shared(runs, results, module.SHARED)
     else:
         check_runs(runs, best=best)
         place, results = find_device(device), []
@@ -74,7 +75,7 @@ def gradients(
     runs: Runs,
     rho: Annotated[float, typer.Option(help="The radius of SAM's perturbation.")] = 0.1,
     batch_size: Annotated[int, typer.Option(min=1, help="Images that a gradient is computed over.")] = 128,
-    batches: Annotated[int, typer.Option(min=1, help="How many such gradients.")] = 8,
+    batches: Annotated[int, typer.Option(min=1, help="Batches to count over.")] = 8,
     best: Best = False,
     redraw: Redraw = False,
     output: Output = Path("runs/analysis"),
@@ -83,24 +84,35 @@ def gradients(
 ) -> None:
     """Compare the gradients of SAM and SGD weight by weight, over all weights and by layer.
 
+    The counts are kept in RUN/analysis/gradients.json; figures are gradients.png and one for each run.
+
     Example:
     ```
     sparsam gradients runs/demo/*-seed0
     ```
     """
-    from sparsam.analysis.results import read_result
+    from sparsam.analysis.results import check_shared, read_result
     from sparsam.cli import gradients as module
 
     if redraw:
         results = [read_result(run, "gradients") for run in runs]
+        check_shared(runs, results, module.SHARED)
     else:
         check_runs(runs, best=best, output=output)
         place, results = find_device(device), []
-        options: dict[str, Any] = {"rho": rho, "batch_size": batch_size, "batches": batches}
-        options |= {"best": best, "data_root": data_root, "device": place}
         for run in runs:
             with told(f"{run.name}: gradients"):
-                results.append(module.measure(run, **options))
+                results.append(
+                    module.measure(
+                        run,
+                        rho=rho,
+                        batch_size=batch_size,
+                        batches=batches,
+                        best=best,
+                        data_root=data_root,
+                        device=place,
+                    )
+                )
     module.show(runs, results, output)
 
 
@@ -115,15 +127,13 @@ def masks(runs: Runs, output: Output = Path("runs/analysis")) -> None:
     from sparsam.analysis.mask_figure import draw_masks
     from sparsam.training.rundir import RunDirectory
 
-    metrics = {}
     for run in runs:
         RunDirectory(run).recipe()  # or it says that this is no run
-        metrics[run.name] = RunDirectory(run).metrics()
-    without = [name for name, epochs in metrics.items() if not any(epoch["mask_density"] for epoch in epochs)]
-    shown = [(name, epochs) for name, epochs in metrics.items() if name not in without]
-    files = draw_masks(shown or list(metrics.items()), output / "masks")
-    if without:
-        print(f"Without a mask: {', '.join(without)}")
+    metrics = [(run.name, RunDirectory(run).metrics()) for run in runs]
+    shown = [(name, epochs) for name, epochs in metrics if any(epoch["mask_density"] for epoch in epochs)]
+    files = draw_masks(shown or metrics, output / "masks")
+    if len(shown) < len(metrics):
+        print(f"Without a mask: {', '.join(pair[0] for pair in metrics if pair not in shown)}")
     print(f"Figures: {', '.join(map(str, files))}")
 
 
@@ -132,7 +142,7 @@ def hessian(
     top: Annotated[int, typer.Option(min=1, help="Eigenvalues to find.")] = 5,
     products: Annotated[int, typer.Option(min=2, help="Hessian products to find them with, at most.")] = 100,
     probes: Annotated[int, typer.Option(min=1, help="Random vectors for the density and the trace.")] = 3,
-    steps: Annotated[int, typer.Option(min=1, help="Hessian products of each of them.")] = 60,
+    steps: Annotated[int, typer.Option(min=1, help="Lanczos steps from each probe, a Hessian product each.")] = 60,
     precision: Annotated[str, typer.Option(help="fp32, or tf32: a GPU's fast products to search with.")] = "fp32",
     memory: Annotated[float, typer.Option(help="GiB for vectors, at most; activations come on top.")] = 4.0,
     samples: Samples = 10_000,
@@ -152,11 +162,12 @@ def hessian(
     sparsam hessian runs/demo/*-seed0
     ```
     """
-    from sparsam.analysis.results import read_result
+    from sparsam.analysis.results import check_shared, read_result
     from sparsam.cli import hessian as module
 
     if redraw:
         results = [read_result(run, "hessian") for run in runs]
+        check_shared(runs, results, module.SHARED)
     else:
         check_runs(runs, best=best, output=output)
         place = find_device(device)
@@ -187,9 +198,10 @@ def landscape(
     range: Annotated[float, typer.Option("--range", help="Each axis goes from -RANGE to RANGE.")] = 1.0,
     directions: Annotated[str, typer.Option(help="random (filter-normalised) or pca (of checkpoints).")] = "random",
     checkpoint: Annotated[
-        list[Path] | None, typer.Option(help="For pca, once for each file: checkpoints of this run or of others.")
+        list[Path] | None,
+        typer.Option(help="For pca, which needs some: a checkpoint of any run; may be repeated."),
     ] = None,
-    precision: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
+    precision: Annotated[str, typer.Option(help="fp32, or bf16: faster, to two digits.")] = "fp32",
     samples: Samples = 10_000,
     seed: Seed = 0,
     best: Best = False,
@@ -200,7 +212,8 @@ def landscape(
 ) -> None:
     """Draw the loss around the weights of runs, side by side: contours, surfaces, a page to turn and read off.
 
-    The losses are kept in RUN/analysis/landscape.npz. Ctrl-C keeps what is finished, and the same command goes on.
+    The losses are kept in RUN/analysis/landscape.npz (of a line: landscape-line.npz). Ctrl-C keeps what is finished,
+    and the same command goes on.
 
     Examples:
     ```
@@ -245,7 +258,7 @@ def measure_missing(runs: list[Path], rho: float, device: Any) -> None:
     from sparsam.analysis.results import read_result
     from sparsam.analysis.run_sharpness import measure_sharpness
 
-    wanted = {"rho": rho, "ascent": 1, "weights": "last"}
+    wanted = {"rho": rho, "ascent": 1, "samples_asked": 10_000, "weights": "last"}
     for run in runs:
         if (run / "analysis" / "sharpness.json").is_file():
             known = read_result(run, "sharpness")

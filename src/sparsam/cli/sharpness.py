@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from sparsam.analysis.results import check_shared
-
+SHARED = ("rho", "adaptive_rho", "ascent", "noise", "samples", "seed", "weights")  # of results side by side
 COLUMNS = {  # headings and the values below them
     "Loss": "loss",
     "Worst": "worst_case",
@@ -25,10 +25,10 @@ COLUMNS = {  # headings and the values below them
 
 def show(runs: Sequence[Path], results: Sequence[dict[str, Any]]) -> None:
     """Print one row for each run."""
-    check_shared(runs, results, ("rho", "adaptive_rho", "ascent", "noise", "samples", "seed", "weights"))
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("Run", no_wrap=True)
-    shown = {heading: key for heading, key in COLUMNS.items() if any(r[key] is not None for r in results)}
+    masked = any(r["worst_case_masked"] is not None for r in results)
+    shown = {heading: key for heading, key in COLUMNS.items() if masked or key != "worst_case_masked"}
     for heading in shown:
         table.add_column(heading, justify="right", no_wrap=True)
     for run, result in zip(runs, results, strict=True):
@@ -36,9 +36,9 @@ def show(runs: Sequence[Path], results: Sequence[dict[str, Any]]) -> None:
     console = Console(highlight=False)
     wide = Console(highlight=False, width=max(console.width, 40 + 24 * len(shown)))  # numbers are not cut off
     wide.print(table)
-    first = results[0]
+    first, samples = results[0], " or ".join(map(str, sorted({result["samples"] for result in results})))
     console.print(
-        f"Rise of the training loss over {first['samples']} images around the {first['weights']} weights, BatchNorm in "
+        f"Rise of the training loss over {samples} images around the {first['weights']} weights, BatchNorm in "
         f"eval mode. Worst: "
         f"{first['ascent']} step(s) of ascent to ‖ε‖ = ρ = {first['rho']:g}; masked: only what the run perturbs. "
         f"Mean: Gaussian noise of mean length ρ, {first['noise']} draws, ± its standard error. Adaptive: relative to "
@@ -49,6 +49,6 @@ def show(runs: Sequence[Path], results: Sequence[dict[str, Any]]) -> None:
 
 def _cell(result: dict[str, Any], key: str) -> str:
     value, error = result[key], result.get(f"{key}_error")
-    if value is None:
-        return "–"
+    if value is None or not math.isfinite(value):
+        return "–" if key == "worst_case_masked" else "not finite"
     return f"{value:.3g}" + ("" if error is None else f" ± {error:.2g}")
