@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from sparsam.analysis.results import write_result
+from sparsam.analysis.results import read_result, write_result
 from sparsam.cli.sharpness import show
 from sparsam.data import load_digits
 from sparsam.data.augment import normalise
