@@ -25,7 +25,7 @@ from sparsam.analysis.kernels import kernels
 from sparsam.analysis.objective import Objective
 
 RELUS = (F.relu, torch.relu, "relu", "relu_")  # functions, and methods of tensors
-CHANNELS = 8  # tensor cores take so many at a time: with 3, cuDNN falls back to a kernel that is six times slower
+CHANNELS = 8  # tensor cores take so many at a time: with 3, cuDNN falls back to kernels without them
 SAME = 1e-4  # the relative difference of two losses in float32 that are the same function
 BF16 = 2e-2  # and of one in bf16
 
