@@ -15,7 +15,6 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 
 from cases import same, task
 from sparsam.analysis.hessian import (
@@ -89,49 +88,7 @@ def attention():
     return Attention(), F.cross_entropy, torch.randn(8, 6, 4, dtype=torch.float64), torch.randint(0, 3, (8,))
 
 
-class Detaching(nn.Module):
-    """A part under no_grad: reverse mode takes it for a constant, forward mode does not."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 6).double(), nn.Linear(6, 3).double()
-
-    def forward(self, x):
-        h = torch.tanh(self.first(x))
-        with torch.no_grad():
-            scale = h.abs().mean()
-        return self.second(h / scale)
-
-
-class Words(nn.Module):
-    """An embedding whose padding has no gradient, and a recurrent layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.words = nn.Embedding(7, 4, padding_idx=0).double()
-        self.lstm, self.head = nn.LSTM(4, 3, batch_first=True).double(), nn.Linear(3, 3).double()
-        nn.init.normal_(self.words.weight)  # that of the padding too
-
-    def forward(self, x):
-        return self.head(self.lstm(self.words(x))[0][:, -1])
-
-
-def detaching():
-    return Detaching(), F.cross_entropy, torch.randn(8, 5, dtype=torch.float64), torch.randint(0, 3, (8,))
-
-
-def words():
-    return Words(), F.cross_entropy, torch.randint(0, 7, (8, 5)), torch.randint(0, 3, (8,))
-
-
-def recurrent():
-    model, *rest = words()
-    model.words.padding_idx = None
-    return model, *rest
-
-
 CASES = [mlp, conv, tied, shared, frozen, unused, attention]
-REVERSE = [tied, detaching, words]  # products in reverse mode only; tied: torch adds to a zero tensor
 
 
 def objective_of(case, **options):
@@ -198,173 +155,11 @@ def eigsh_of(objective, k):
     return np.sort(eigsh(operator, k=k, which="LA", v0=start, return_eigenvectors=False))[::-1]
 
 
-def first_product(model, loss_fn, x, y):
-    """H v from both forms of the product, and which one the objective chose."""
-    objective = Objective(model, loss_fn, (x, y))
-    vector = [torch.randn_like(p) for p in objective.params]
-    found = objective.hessian_product(vector)
-    forward = objective.product.forward_mode
-    objective.product.forward_mode = False
-    return found, objective.hessian_product(vector), forward
-
-
-@pytest.mark.parametrize("case", dict.fromkeys([*CASES, recurrent, *REVERSE]))
-def test_forward_and_reverse_mode_agree(case):
-    found, reverse, forward = first_product(*case())
-    assert forward == (case not in REVERSE)
-    torch.testing.assert_close(found, reverse, rtol=1e-10, atol=1e-12)
-
-
-class Cube(torch.autograd.Function):
-    """A function without a forward mode."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return 3 * x**2 * grad
-
-
-def test_a_part_without_forward_mode_is_differentiated_backwards():
-    model, loss_fn, x, y = mlp()
-    torch.manual_seed(1)
-    model[1].forward = lambda x: x**3
-    plain, _, forward = first_product(model, loss_fn, x, y)
-    assert forward
-    torch.manual_seed(1)
-    model[1].forward = Cube.apply
-    found, reverse, forward = first_product(model, loss_fn, x, y)
-    torch.testing.assert_close(found, plain, rtol=1e-10, atol=1e-12)
-    assert not forward
-    assert same(found, reverse)
-
-
-@pytest.mark.parametrize("through", ["model", "parameters"])
-def test_a_loss_that_reads_the_weights_itself(through):
-    """Weight decay written into the loss adds 2 c to every eigenvalue, whichever way it finds the weights."""
-    model, loss_fn, x, y = mlp()
-    kept = list(model.parameters())
-
-    def decayed(outputs, targets):
-        params = model.parameters() if through == "model" else kept
-        return loss_fn(outputs, targets) + 0.7 * sum(p.square().sum() for p in params)
-
-    torch.manual_seed(1)
-    found, reverse, forward = first_product(model, decayed, x, y)
-    torch.manual_seed(1)
-    vector = [torch.randn_like(p) for p in kept]
-    plain = Objective(model, loss_fn, (x, y)).hessian_product(vector)
-    assert forward == (through == "model")
-    for h, r, without, v in zip(found, reverse, plain, vector, strict=True):
-        torch.testing.assert_close(h, without + 1.4 * v, rtol=1e-10, atol=1e-12)
-        torch.testing.assert_close(r, h, rtol=1e-10, atol=1e-12)
-
-
-def test_a_first_vector_that_shows_nothing_is_not_believed():
-    model, loss_fn, x, y = detaching()
-    objective = Objective(model, loss_fn, (x, y))
-    objective.hessian_product([torch.zeros_like(p) for p in objective.params])
-    assert objective.product.forward_mode is False
-
-
-def test_padding_that_only_a_later_batch_has():
-    model, loss_fn, x, y = words()
-    x[:4], x[4:, 0] = 3, 0
-    objective = Objective(model, loss_fn, (x, y), batch_size=4)
-    vector = [torch.randn_like(p) for p in objective.params]
-    found = objective.hessian_product(vector)
-    objective.product.forward_mode = False
-    assert same(found, objective.hessian_product(vector))
-
-
-def test_checkpointing_keeps_forward_mode():
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = mlp()[0]
-
-        def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=False)
-
-    _, loss_fn, x, y = mlp()
-    found, reverse, forward = first_product(Checkpointed(), loss_fn, x, y)
-    assert forward
-    torch.testing.assert_close(found, reverse, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
-def test_a_scripted_model_keeps_its_curvature():
-    """Its tangents are lost once it has specialised itself."""
-    model, loss_fn, x, y = mlp()
-    expected = top_eigenvalues(Objective(model, loss_fn, (x, y)), 2).values
-    scripted = torch.jit.trace(model, x)
-    objective = Objective(scripted, loss_fn, (x, y))
-    for _ in range(3):
-        assert objective.hessian_product([torch.ones_like(p) for p in objective.params])[0].any()
-    assert top_eigenvalues(objective, 2).values == pytest.approx(expected, rel=1e-6)
-
-
-def test_a_compiled_model_has_a_hessian_too():
-    model, loss_fn, x, y = mlp()
-    expected = top_eigenvalues(Objective(model, loss_fn, (x, y)), 2).values
-    whole = torch.compile(model, backend="aot_eager")
-    assert top_eigenvalues(Objective(whole, loss_fn, (x, y)), 2).values == pytest.approx(expected, rel=1e-6)
-    model[0].compile(backend="aot_eager")
-    assert top_eigenvalues(Objective(model, loss_fn, (x, y)), 2).values == pytest.approx(expected, rel=1e-6)
-
-
-def test_random_numbers_are_those_of_one_function():
-    """Functional dropout stays on in eval mode: the same numbers in each product, whatever was tried before."""
-    model, _, x, _ = mlp()
-    model[1].forward = lambda h: F.dropout(torch.tanh(h))
-    objective = Objective(model, F.mse_loss, (x, torch.zeros(20, 3, dtype=torch.float64)))
-    vector = [torch.ones_like(p) for p in objective.params]
-    first, second = objective.hessian_product(vector), objective.hessian_product(vector)
-    assert same(first, second)
-
-
-def test_ctrl_c_is_ctrl_c():
-    """torch's formulas in forward mode wrap it into an error of their own."""
-    model, loss_fn, x, y = conv()
-    calls = []
-
-    def loss(outputs, targets):
-        calls.append(1)
-        if len(calls) in (2, 4):
-            raise RuntimeError(
-                "The following operation failed in the TorchScript interpreter. KeyboardInterrupt: <...>"
-            )
-        return loss_fn(outputs, targets)
-
-    objective = Objective(model, loss, (x, y))
-    vector = [torch.ones_like(p) for p in objective.params]
-    objective.loss()
-    with pytest.raises(KeyboardInterrupt):  # while it tries forward mode
-        objective.hessian_product(vector)
-    objective = Objective(model, loss_fn, (x, y))
-    objective.hessian_product(vector)
-    objective.loss_fn = loss
-    objective.loss()
-    with pytest.raises(KeyboardInterrupt):  # and in the midst of it
-        objective.hessian_product(vector)
-    assert objective.product.forward_mode
-
-
 def test_a_bare_model_is_refused():
     model = nn.Linear(2, 2)
     for call in (top_eigenvalues, spectral_density, lambda m: worst_case(m, 0.1), lambda m: average_case(m, 0.1)):
         with pytest.raises(TypeError, match=r"objective must be an Objective\(model, loss_fn, data\), but is a Linear"):
             call(model)
-
-
-def test_a_model_that_fails_says_why():
-    model, loss_fn, x, y = mlp()
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        Objective(model, loss_fn, (x[:, :3], y)).hessian_product([torch.ones_like(p) for p in model.parameters()])
 
 
 def test_tf32_is_a_search_with_the_same_result():

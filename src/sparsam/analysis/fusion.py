@@ -36,7 +36,7 @@ def fastest(objective: Objective) -> FusedForward | None:
     What it does not fuse runs as it is, so it is to be called under autocast.
     """
     if objective.device.type != "cuda":
-        return None  # a CPU's convolutions gain nothing
+        return None  # the fused kernels are cuDNN's
     try:
         return checked(objective)
     except Exception as error:  # what cannot be copied, traced, or run so: there is the model itself

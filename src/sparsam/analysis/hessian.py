@@ -159,7 +159,7 @@ def top_eigenvalues(
         tolerance: The largest residual, in units of the largest absolute eigenvalue; default: 1e-4, or 1e-3 for "tf32".
             An eigenvalue's error is of the order of its residual's square. In float32, rounding leaves about 1e-6 and
             less is never reached.
-        precision: "fp32", or "tf32" to search with products that a GPU rounds to three digits, some four times as fast.
+        precision: "fp32", or "tf32" to search with products that a GPU rounds to three digits, and computes faster.
             Values and residuals are measured in float32 all the same.
         memory_limit: For vectors, in GiB; what a product itself takes for activations comes on top.
         seed: Where the random first vector starts.

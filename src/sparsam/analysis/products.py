@@ -3,9 +3,9 @@ r"""Hessian products over one batch.
 .. math::  H v = \frac{d}{dt}\, \nabla \ell(w + t v) \Big|_{t = 0} = \nabla (\nabla \ell \cdot v)
 
 The first form differentiates the gradient in forward mode, the second in reverse mode. Both are exact and take as many
-operations, but torch's kernels for the backward pass of a convolution's backward pass are slow: on a GPU the first form
-takes half the time. It serves where both agree in the first batch; there are modules without a forward mode, and some
-whose forward mode is not that of the gradient (what runs under `no_grad`, padding of embeddings).
+operations, but torch's kernels for the backward pass of a convolution's backward pass are slow on a GPU
+(benchmarks/looking.py times both). So the first serves where both agree in the first batch; there are modules without a
+forward mode, and some whose forward mode is not that of the gradient (what runs under `no_grad`, padded embeddings).
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,32 +45,21 @@ def sharpness(
     sparsam sharpness runs/demo/*-seed0 --rho 0.1
     ```
     """
-    from sparsam.analysis.results import check_shared, read_result
     from sparsam.analysis.run_sharpness import measure_sharpness
     from sparsam.cli import sharpness as module
 
-    if redraw:
-        results = [read_result(run, "sharpness") for run in runs]
-        check_shared(runs, results, module.SHARED)
-    else:
-        check_runs(runs, best=best)
-        place, results = find_device(device), []
-        for run in runs:
-            with told(f"{run.name}: sharpness"):
-                results.append(
-                    measure_sharpness(
-                        run,
-                        rho=rho,
-                        adaptive_rho=adaptive_rho,
-                        ascent=ascent,
-                        noise=noise,
-                        samples=samples,
-                        seed=seed,
-                        best=best,
-                        data_root=data_root,
-                        device=place,
-                    )
-                )
+    measure = partial(
+        measure_sharpness,
+        rho=rho,
+        adaptive_rho=adaptive_rho,
+        ascent=ascent,
+        noise=noise,
+        samples=samples,
+        seed=seed,
+        best=best,
+        data_root=data_root,
+    )
+    results = _results("sharpness", runs, measure, module.SHARED, redraw=redraw, best=best, device=device)
     module.show(runs, results)
 
 
@@ -91,28 +83,11 @@ def gradients(
     sparsam gradients runs/demo/*-seed0
     ```
     """
-    from sparsam.analysis.results import check_shared, read_result
     from sparsam.cli import gradients as module
 
-    if redraw:
-        results = [read_result(run, "gradients") for run in runs]
-        check_shared(runs, results, module.SHARED)
-    else:
-        check_runs(runs, best=best, output=output)
-        place, results = find_device(device), []
-        for run in runs:
-            with told(f"{run.name}: gradients"):
-                results.append(
-                    module.measure(
-                        run,
-                        rho=rho,
-                        batch_size=batch_size,
-                        batches=batches,
-                        best=best,
-                        data_root=data_root,
-                        device=place,
-                    )
-                )
+    measure = partial(module.measure, rho=rho, batch_size=batch_size, batches=batches, best=best, data_root=data_root)
+    options: dict[str, Any] = {"redraw": redraw, "best": best, "device": device, "output": output}
+    results = _results("gradients", runs, measure, module.SHARED, **options)
     module.show(runs, results, output)
 
 
@@ -162,32 +137,23 @@ def hessian(
     sparsam hessian runs/demo/*-seed0
     ```
     """
-    from sparsam.analysis.results import check_shared, read_result
     from sparsam.cli import hessian as module
 
-    if redraw:
-        results = [read_result(run, "hessian") for run in runs]
-        check_shared(runs, results, module.SHARED)
-    else:
-        check_runs(runs, best=best, output=output)
-        place = find_device(device)
-        results = [
-            module.measure(
-                run,
-                top=top,
-                products=products,
-                probes=probes,
-                steps=steps,
-                precision=precision,
-                memory=memory,
-                samples=samples,
-                seed=seed,
-                best=best,
-                data_root=data_root,
-                device=place,
-            )
-            for run in runs
-        ]
+    measure = partial(
+        module.measure,
+        top=top,
+        products=products,
+        probes=probes,
+        steps=steps,
+        precision=precision,
+        memory=memory,
+        samples=samples,
+        seed=seed,
+        best=best,
+        data_root=data_root,
+    )
+    options: dict[str, Any] = {"redraw": redraw, "best": best, "device": device, "output": output}
+    results = _results("hessian", runs, measure, module.SHARED, **options)
     module.show(runs, results, output)
 
 
@@ -253,6 +219,32 @@ def landscape(
 COMMANDS = (landscape, hessian, sharpness, gradients, masks)
 
 
+def _results(
+    name: str,
+    runs: list[Path],
+    measure: Callable[..., dict[str, Any]],
+    shared: tuple[str, ...],
+    *,
+    redraw: bool,
+    best: bool,
+    device: str | None,
+    output: Path | None = None,
+) -> list[dict[str, Any]]:
+    """Measure runs one by one, or read what was measured before, which must be of the same settings."""
+    from sparsam.analysis.results import check_shared, read_result
+
+    if redraw:
+        results = [read_result(run, name) for run in runs]
+        check_shared(runs, results, shared)
+        return results
+    check_runs(runs, best=best, output=output)
+    place, results = find_device(device), []
+    for run in runs:
+        with nullcontext() if name == "hessian" else told(f"{run.name}: {name}"):  # which has a bar of its own
+            results.append(measure(run, device=place))
+    return results
+
+
 def measure_missing(runs: list[Path], rho: float, device: Any) -> None:
     """Measure the sharpness of those runs of which it is not known."""
     from sparsam.analysis.results import read_result
@@ -265,7 +257,7 @@ def measure_missing(runs: list[Path], rho: float, device: Any) -> None:
             if {key: known.get(key) for key in wanted} == wanted:
                 continue
         with told(f"{run.name}: sharpness"):
-            measure_sharpness(run, rho=rho, device=device)
+            measure_sharpness(run, rho=rho, samples=10_000, device=device)
 
 
 def check_runs(runs: list[Path], *, best: bool, output: Path | None = None) -> None:
