@@ -34,10 +34,12 @@ class Reference:
         mask: Callable[[Reference], list[Vector]] | None = None,
         clip: float | None = None,
         order: list[int] | None = None,
+        momentum_rho: float = 0.0,
     ) -> None:
         self.model, self.loss = model, loss
         self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
         self.rho, self.adaptive, self.mask, self.clip = rho, adaptive, mask, clip
+        self.momentum_rho = momentum_rho
         params = [p for p in model.parameters() if p.requires_grad]
         self.params = params if order is None else [params[i] for i in order]
         self.velocity = [np.zeros(p.numel()) for p in self.params]
@@ -47,6 +49,9 @@ class Reference:
     def step(self, micro_batches: int = 1) -> float:
         """Take one step, rho None meaning the base optimizer; return the loss at w."""
         w = [self.read(p) for p in self.params]
+        start = self.ahead(w) if self.momentum_rho and self.step_count else w
+        for p, values in zip(self.params, start, strict=True):
+            self.write(p, values)
         random_state = torch.get_rng_state()
         value, g = self.gradient(micro_batches)
         self.g = g
@@ -54,7 +59,7 @@ class Reference:
             after_first = torch.get_rng_state()
             statistics = {k: b.clone() for k, b in self.model.named_buffers()}
             self.m = self.mask(self) if self.mask else [np.ones(len(v), dtype=bool) for v in w]
-            for p, values in zip(self.params, self.perturbed(w, g, self.m), strict=True):
+            for p, values in zip(self.params, self.perturbed(start, g, self.m), strict=True):
                 self.write(p, values)
             torch.set_rng_state(random_state)
             _, g = self.gradient(micro_batches)
@@ -68,6 +73,23 @@ class Reference:
             self.write(p, np.array([values[i] - self.lr * v[i] for i in range(len(values))]))
         self.step_count += 1
         return value
+
+    def ahead(self, w: list[Vector]) -> list[Vector]:
+        """Return w - momentum_rho v / |v| where the mask of the last step is nowhere true, and w elsewhere."""
+        assert self.m is not None
+        before = [not mt.any() for mt in self.m]
+        square = 0.0
+        for wt, vt, moves in zip(w, self.velocity, before, strict=True):
+            for wi, vi in zip(wt, vt, strict=True):
+                square += ((abs(wi) * vi) ** 2 if self.adaptive else vi**2) if moves else 0.0
+        norm = math.sqrt(square)
+        result = [np.array(wt) for wt in w]
+        for new, vt, moves in zip(result, self.velocity, before, strict=True):
+            for i in range(len(new)):
+                if moves and norm > 0:
+                    direction = new[i] ** 2 * vt[i] if self.adaptive else vt[i]
+                    new[i] -= self.momentum_rho * direction / norm
+        return result
 
     def perturbed(self, w: list[Vector], g: list[Vector], m: list[Vector]) -> list[Vector]:
         """Return w + eps: rho g / |g| m, or rho w² g / ||w| g| m."""

@@ -85,6 +85,19 @@ def test_a_budget_is_held_against_the_costs(capsys, budget, expected):
     assert [row[0] for row in rows(capsys.readouterr().out) if row[4]] == [expected]
 
 
+def test_a_budget_that_buys_full_steps_takes_the_cheapest_cut(capsys, tmp_path):
+    file = tmp_path / "late.toml"
+    file.write_text(
+        '[model]\nname = "plain"\n[data]\nname = "digits"\n[mask]\nkind = "budget"\nlate = true\nmomentum_rho = 0.5\n'
+    )
+    recipe, images = cuts.load(str(file), batch_size=None, precision=None)
+    costs = {Cut("layer3", 0.9, 0.5): 1.6, Cut("layer4", 0.5, 0.2): 1.3, Cut("head", 0.1, 0.1): 1.1}
+    cuts.show(recipe, images, costs, torch.device("cpu"), budget=1.28)  # 0.8 * 1.1 + 0.2 * 2
+    text = capsys.readouterr().out
+    assert [row[0] for row in rows(text) if row[4]] == ["head"]
+    assert 'BudgetMask(model, cut="head", full=0.2, total_steps=STEPS, momentum_rho=0.5)' in text
+
+
 def test_a_budget_that_nothing_fits_is_refused_below_the_table():
     done = sparsam("cuts", "resnet-small", *SMALL, "--budget", 1.0000001, code=1)
     assert re.search(

@@ -77,6 +77,15 @@ def test_refused(override, message):
         ("[sam]\nenabled = false\n[mask]\nkind = 'fisher'", "mask has no meaning where sam.enabled is false"),
         ("[data]\nname = 'imagefolder'\nflip = true", "data.flip has no meaning for imagefolder"),
         ("[data]\nname = 'imagefolder'\nresize = 100", "data.resize must be at least data.image_size, 224, but is 100"),
+        ("[mask]\nkind = 'budget'\nfull = 0.5", "mask.budget must be above 1 + mask.full, 1.5, but is 1.25"),
+        (
+            "[mask]\nkind = 'budget'\ncut = 'head'\nlate = true",
+            "mask.full must be above 0 for mask.late with a named cut, 'head', but is 0",
+        ),
+        (
+            "[optimizer]\nmomentum = 0.0\n[mask]\nkind = 'budget'\nmomentum_rho = 1.0",
+            "optimizer.momentum must be above 0 for mask.momentum_rho, but is 0",
+        ),
         ("[data", "recipe.toml is not valid TOML"),
         ("extends = 'gone.toml'", "must name a recipe beside it, but is 'gone.toml'"),
         ("extends = 3", "must name a recipe beside it, but is 3"),

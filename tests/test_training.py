@@ -29,7 +29,9 @@ from sparsam.training.trainer import Interrupted, new_run
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 METHODS = ["sgd", "sam", "ssam-f", "ssam-d", "ssam-c"]
-NAMED = {"ssam-c": ["mask.cut=layer3", "mask.full=0.25"]}  # a cut that is measured depends on a clock
+NAMED = {  # a cut that is measured depends on a clock
+    "ssam-c": ["mask.cut=layer3", "mask.full=0.25", "mask.late=true", "mask.momentum_rho=0.5"]
+}
 TIMES = {"seconds", "elapsed", "step_ms"}
 
 
@@ -401,7 +403,7 @@ def test_a_measured_cut_is_told_and_kept(tmp_path):
         def remark(self, text):
             told.append(text)
 
-    r = recipe("ssam-c", "mask.cut=", "mask.full=0", "mask.budget=1000", "train.epochs=1")
+    r = recipe("ssam-c", "mask.cut=", "mask.full=0", "mask.late=false", "mask.budget=1000", "train.epochs=1")
     summary = train(r, tmp_path / "run", device=CPU, progress=Telling())
     assert summary["cut"] == "stem"
     assert summary["perturbed"] == 1.0
@@ -411,6 +413,22 @@ def test_a_measured_cut_is_told_and_kept(tmp_path):
     )
     saved = load_checkpoint(tmp_path / "run" / "checkpoints" / "last.pt", CPU)
     assert saved["optimizer"]["sparsam"]["behind"]["cut"] == "stem"
+
+
+def test_seeds_share_what_the_first_has_measured(tmp_path, monkeypatch):
+    """Whatever the clock says, the budget buys full steps only."""
+    settings = ["mask.cut=", "mask.full=0", "mask.budget=1000", "train.epochs=1"]
+    told = train(recipe("ssam-c", *settings), tmp_path / "one", device=CPU)
+    assert (told["cut"], told["full"]) in {
+        ("head.2", 1.0),
+        ("head.2", 0.0),
+    }  # 0 if a cut step costs more than a full one
+    other = new_run(recipe("ssam-c", *settings, "train.seed=1"), tmp_path / "two", device=CPU)
+    other.use_cut({**told, "full": 0.5})
+    monkeypatch.setattr("sparsam.behind.cut_costs", None)  # not called again
+    summary = other.run()
+    assert (summary["cut"], summary["full"]) == ("head.2", 0.5)
+    assert summary["perturbed"] == pytest.approx(0.5 + 0.5 * told["perturbed"]) or told["full"]
 
 
 def test_the_share_of_perturbed_weights_counts_full_steps(tmp_path):

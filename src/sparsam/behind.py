@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from sparsam.costs import cut_costs
 from sparsam.distributed import value_of_rank_zero
 from sparsam.masks import BudgetMask, Mask, StepKind
-from sparsam.masks.budget import choose_cut, step_limit
+from sparsam.masks.budget import step_limit
 from sparsam.modules import parameters_before_by_order
 from sparsam.perturbation import gradient_norm
 from sparsam.recording import Recording
@@ -91,6 +91,11 @@ class BehindCut:
             return
         recorded = self.replay.parameters_before()
         if self.replay.recording is None:
+            if kind.momentum_rho:
+                raise RuntimeError(
+                    "momentum_rho perturbs before the first pass, which only step(closure) can do: take steps with a "
+                    "closure, or leave momentum_rho out"
+                )
             self.replay.warn_two_step()
         if len(self.before.get(cut, [])) != len(params):
             before = parameters_before_by_order(self.replay.model, cut) if recorded is None else recorded
@@ -132,23 +137,33 @@ class BehindCut:
         mask = self.mask
         if not isinstance(mask, BudgetMask) or mask.cut is not None:
             return
-        limit = step_limit(mask.budget, mask.full)
-        costs = cut_costs(mask.model, closure, base, device_time=device_time, limit=limit)
+        limit = None if mask.by_budget else step_limit(mask.budget, mask.full)
+        costs = cut_costs(
+            mask.model,
+            closure,
+            base,
+            device_time=device_time,
+            limit=limit,
+            cheapest=mask.by_budget,
+            everywhere=bool(mask.momentum_rho),
+        )
         # What fits on one rank may not fit on another, which then must not be alone with its error.
-        by_name = value_of_rank_zero({cut.name: cost for cut, cost in costs.items()})
-        mask.cut = choose_cut(by_name, mask.budget, mask.full)
-        mask.cost = by_name[mask.cut]
+        mask.choose(value_of_rank_zero({cut.name: cost for cut, cost in costs.items()}))
 
     # ------------------------------------------------------------------------------------------------ state
 
     def state(self) -> dict[str, Any]:
         """Return what a resumed run needs: plain values and a tensor."""
         share = None if self.norm_share is None else self.norm_share.clone()
-        return {"cut": self.mask.cut, "before": {cut: list(b) for cut, b in self.before.items()}, "norm_share": share}
+        before = {cut: list(b) for cut, b in self.before.items()}
+        full = self.mask.full if isinstance(self.mask, BudgetMask) else 0.0
+        return {"cut": self.mask.cut, "full": full, "before": before, "norm_share": share}
 
     def load(self, state: dict[str, Any], device: torch.device) -> None:
         """Load what :meth:`state` returned."""
         self.mask.cut = state.get("cut", self.mask.cut)
+        if isinstance(self.mask, BudgetMask):
+            self.mask.full = state.get("full", self.mask.full)
         self.before = {cut: list(b) for cut, b in state.get("before", {}).items()}
         share = state.get("norm_share")
         self.norm_share = None if share is None else share.to(device)

@@ -29,6 +29,8 @@ def cut_costs(
     *,
     device_time: bool = False,
     limit: float | None = None,
+    cheapest: bool = False,
+    everywhere: bool = False,
 ) -> dict[Cut, float]:
     r"""Measure what a step costs from each cut, in base steps; earliest cut first.
 
@@ -50,6 +52,8 @@ def cut_costs(
         base: The base optimizer. Its step is timed on a copy.
         device_time: See :func:`sparsam.find_cuts`.
         limit: What a step may cost.
+        cheapest: Time real steps from the last cut, which costs least, in place of those that may keep a limit.
+        everywhere: What lies before the cut is perturbed as well, along the momentum.
     """
     cuts = find_cuts(model, closure, device_time=device_time)
     if not cuts:
@@ -63,20 +67,26 @@ def cut_costs(
         times = [[clock.time(work) for work in works] for _ in range(1 + TIMINGS)][1:]  # the first warms up
         one_pass, stepping, perturbing = map(min, zip(*times, strict=True))
         base_step = one_pass + stepping
+
+        def perturbation(cut: Cut) -> float:
+            return float(perturbing) * (1.0 if everywhere else cut.weights)
+
         # Rank 0's, because all ranks must measure the same cuts below: the closure communicates.
         costs = value_of_rank_zero(
-            {cut: 1 + ((cut.step or 0.0) * one_pass + cut.weights * perturbing) / base_step for cut in cuts}
+            {cut: 1 + ((cut.step or 0.0) * one_pass + perturbation(cut)) / base_step for cut in cuts}
         )
         _settle(costs)
+        last = next(reversed(costs))
         for cut, estimate in costs.items():
-            if limit is None or estimate > CLOSE * limit:
+            wanted = cut is last if cheapest else limit is not None and estimate <= CLOSE * limit
+            if not wanted:
                 continue
             work = _two_passes(model, cut.name, closure)
             work()
             two_passes = min(clock.time(work) for _ in range(TIMINGS))
-            costs[cut] = value_of_rank_zero((two_passes + cut.weights * perturbing + stepping) / base_step)
+            costs[cut] = value_of_rank_zero((two_passes + perturbation(cut) + stepping) / base_step)
             _settle(costs)
-            if costs[cut] <= limit:
+            if limit is not None and costs[cut] <= limit:
                 break
     return costs
 

@@ -28,8 +28,9 @@ from torch.optim import Optimizer
 from sparsam.behind import BehindCut
 from sparsam.checks import check_rho
 from sparsam.distributed import of_rank_zero
-from sparsam.masks import DenseMask, Mask, StepKind
+from sparsam.masks import BudgetMask, DenseMask, Mask, StepKind
 from sparsam.masks.selection import Selection, copied, expand, rewritten, settle
+from sparsam.momentum import check_momentum, perturb_along_momentum
 from sparsam.optimizer_checks import check_arguments, check_base, check_gradients, check_groups, check_state
 from sparsam.passes import SecondPass
 from sparsam.perturbation import Saved, perturb, restore
@@ -133,6 +134,8 @@ class SAM(Optimizer):
             raise TypeError(f"mask must be a sparsam mask or None, but is {mask!r}")
         for i, group in enumerate(base.param_groups):
             check_rho(group.get("rho", rho), f"rho of parameter group {i}")
+        if isinstance(mask, BudgetMask) and mask.momentum_rho:
+            check_momentum(base)
         rho = _plain(rho)
         self.base_optimizer = base
         self.mask = DenseMask() if mask is None else mask
@@ -203,7 +206,7 @@ class SAM(Optimizer):
                 step of a BudgetMask, which measures. None: take the base step that ends the two-step use.
 
         Returns:
-            What the first call of the closure returned: the loss at w.
+            What the first call of the closure returned: the loss at w (which a `momentum_rho` has changed in part).
         """
         if closure is None:
             if self._phase is Phase.IDLE or self._phase is Phase.FIRST_PASS:
@@ -215,7 +218,7 @@ class SAM(Optimizer):
             self._leave(Phase.READY)
             return self._base_step()
         self._refuse_while_perturbed("step(closure)")
-        with torch.enable_grad():
+        with self._along_momentum(), torch.enable_grad():
             loss = self._first_pass(closure)
             try:
                 with self._perturbed(guard=False):
@@ -228,6 +231,24 @@ class SAM(Optimizer):
                 self._behind.forget()
         self._base_step()
         return loss
+
+    @contextmanager
+    def _along_momentum(self) -> Iterator[None]:
+        """Perturb what lies before the cut, for both passes in the block; then it is what it was, bit for bit."""
+        kind = self.mask.kind(self.steps)
+        if not kind.momentum_rho:
+            yield
+            return
+        params, _ = self._params_and_rhos()
+        behind = self._behind.lies_behind(kind.cut, params)
+        before = [p for p, b in zip(params, behind, strict=True) if not b]
+        saved = perturb_along_momentum(before, self.state, kind.momentum_rho, adaptive=self.adaptive)
+        try:
+            torch.clear_autocast_cache()
+            yield
+        finally:
+            restore(saved)
+            torch.clear_autocast_cache()
 
     def first_step(self, zero_grad: bool = False) -> None:
         """Go from w to w + eps, by the gradients now in `.grad`.

@@ -113,7 +113,7 @@ def _perturbation(
     """Return eps for the tensors of one bucket."""
     dtype = _accumulation_dtype(w[0])
     scale = (rho / norm).to(w[0].device)
-    leave = ~((scale > 0) & (scale < torch.inf))  # true for a norm of 0, inf or NaN, and for rho = 0
+    leave = ~((scale != 0) & (scale.abs() < torch.inf))  # true for a norm of 0, inf or NaN, and for rho = 0
     if not guard and not adaptive and all(mask is True for mask in m) and {t.dtype for t in (*w, *g)} == {dtype}:
         return list(torch._foreach_mul(g, scale.masked_fill(leave, 0.0)))
     flat, eps = _flat_copies(g, dtype, like=w)

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from sparsam.costs import cut_costs
 from sparsam.cuts import PASSES, WARM_UP, Cut
-from sparsam.masks.budget import choose_cut, step_limit
+from sparsam.masks.budget import choose_cut, choose_full, step_limit
 from sparsam.training import Recipe, load_recipe, recipe_from
 from sparsam.training.build import build_base, build_loss, build_network
 from sparsam.training.environment import processor
@@ -87,6 +87,8 @@ def measure(recipe: Recipe, images: Images, device: torch.device, budget: float 
             base,
             device_time=_captured(recipe),
             limit=None if budget is None else step_limit(budget, recipe.mask.full),
+            cheapest=_buys_full_steps(recipe),
+            everywhere=recipe.mask.momentum_rho > 0,
         )
     except RuntimeError as error:  # what torch says of images too small for a network, and of too little memory
         raise ValueError(f"{recipe.model.name} could not take {_batch(recipe, images)}: {error}") from error
@@ -98,10 +100,14 @@ def show(
     """Print the cuts, how they were measured and how to use them; where none fits the budget, raise at the end."""
     if not costs:
         raise ValueError(f"{recipe.model.name} has no cut: nothing of a step could be left out")
-    chosen, refusal = None, None
+    chosen, refusal, full = None, None, recipe.mask.full
     if budget is not None:
+        by_name = {cut.name: cost for cut, cost in costs.items()}
         try:
-            chosen = choose_cut({cut.name: cost for cut, cost in costs.items()}, budget, recipe.mask.full)
+            if _buys_full_steps(recipe):
+                chosen, full = choose_full(by_name, budget)
+            else:
+                chosen = choose_cut(by_name, budget, full)
         except ValueError as error:
             refusal = error
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
@@ -121,7 +127,14 @@ def show(
         raise refusal
     example = chosen or min(costs, key=lambda cut: abs(costs[cut] - USUAL_COST)).name  # about 1.25
     console.print("To perturb only what lies behind a cut, and to compute nothing before it twice:")
-    console.print(f'  BudgetMask(model, cut="{example}")')
+    others = f", full={full:g}, total_steps=STEPS" if chosen and recipe.mask.late else ""
+    others += f", momentum_rho={recipe.mask.momentum_rho:g}" if recipe.mask.momentum_rho else ""
+    console.print(f'  BudgetMask(model, cut="{example}"{others})', soft_wrap=True)
+
+
+def _buys_full_steps(recipe: Recipe) -> bool:
+    """Return whether a budget buys as many full steps as it can, at the end of training."""
+    return recipe.mask.late and not recipe.mask.full
 
 
 def _caption(recipe: Recipe, images: Images, device: torch.device) -> str:

@@ -23,6 +23,8 @@ class StepKind(NamedTuple):
     """Everything is perturbed, whatever the mask selected."""
     rho: float | None = None
     """In place of the groups' rho."""
+    momentum_rho: float | None = None
+    """What lies before the cut is perturbed along the momentum, by so much, in both passes."""
 
 
 class Mask(ABC):

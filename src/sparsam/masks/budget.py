@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from sparsam.checks import check_choice, check_rho, check_share
+from sparsam.checks import check_choice, check_rho, check_share, check_whole
 from sparsam.masks.base import Mask, Setting, StepKind
 from sparsam.masks.selection import Selection
 from sparsam.modules import bare, get_module
@@ -30,12 +30,20 @@ class BudgetMask(Mask):
 
     .. math::  \epsilon = \rho\,\frac{g}{\lVert g_{behind}\rVert_2}\odot m
 
+    With `total_steps` the full steps come last, all in a row, where they do the most for the minimum that is found. The
+    budget then buys as many of them as it can, and the others are cut where that costs least.
+
     Args:
         model: The network that is trained; in distributed training the DistributedDataParallel around it.
         budget: What the mean step may cost, in base steps: above 1. Two runs may measure different cuts.
         cut: The module before which the cut lies, such as "layer4": nothing is measured, and the budget has no say.
-        full: The share of the steps that perturb everything, evenly spread over training, in [0, 1].
+        full: The share of the steps that perturb everything, in [0, 1]; None: none of them, or, with `total_steps`, as
+            many as the budget allows.
         full_rho: The radius of those steps; None: the groups' rho, as in all others.
+        total_steps: How many steps training has. Full steps are then the last ones; None: evenly spread.
+        momentum_rho: In steps that are cut, what lies before the cut is perturbed too, in both passes and for free: by
+            so much along the base optimizer's momentum v, :math:`-\rho_m v / \lVert v \rVert_2` (Momentum-SAM); None:
+            it is not.
         norm: What the perturbation is divided by. "perturbed": the norm of the gradient behind the cut. "whole": that
             of the whole gradient, estimated from the ratio of the two in the step before.
         within: A mask that selects among the weights behind the cut; None: all of them are perturbed.
@@ -49,8 +57,10 @@ class BudgetMask(Mask):
         *,
         budget: float = 1.25,
         cut: str | None = None,
-        full: float = 0.0,
+        full: float | None = None,
         full_rho: float | None = None,
+        total_steps: int | None = None,
+        momentum_rho: float | None = None,
         norm: str = "perturbed",
         within: Mask | None = None,
     ) -> None:
@@ -61,11 +71,20 @@ class BudgetMask(Mask):
         if isinstance(model, nn.DataParallel):
             raise TypeError("model must not be a DataParallel, whose copies run elsewhere; use DistributedDataParallel")
         check_budget(budget)
-        check_share("full", full)
-        if full_rho is not None:
-            check_rho(full_rho, "full_rho")
-            if not full:
-                raise ValueError("full_rho is the radius of full steps, but full is 0: there are none")
+        if full is not None:
+            check_share("full", full)
+        if total_steps is not None:
+            check_whole("total_steps", total_steps)
+            if full is None and cut is not None:
+                raise ValueError(f"full must be given where a cut is named, for nothing is measured at {cut!r}")
+        self.by_budget = full is None and total_steps is not None  # whether the share of full steps is
+        full = float(full or 0.0)
+        for name, radius in (("full_rho", full_rho), ("momentum_rho", momentum_rho)):
+            if radius is not None:
+                check_rho(radius, name)
+        for name, given in (("full_rho is the radius", full_rho), ("total_steps is the place", total_steps)):
+            if given is not None and not full and not self.by_budget:
+                raise ValueError(f"{name} of full steps, but full is 0: there are none")
         check_choice("norm", norm, NORMS)
         if within is not None and (not isinstance(within, Mask) or isinstance(within, BudgetMask)):
             raise TypeError(f"within must be a mask of another kind, but is a {type(within).__name__}")
@@ -78,8 +97,10 @@ class BudgetMask(Mask):
             )
         self.within = within
         super().__init__(within.interval if within else None, within.seed if within else 0)
-        self.model, self.budget, self.full, self.norm = model, float(budget), float(full), norm
+        self.model, self.budget, self.full, self.norm = model, float(budget), full, norm
         self.full_rho = None if full_rho is None else float(full_rho)
+        self.momentum_rho = None if momentum_rho is None else float(momentum_rho)
+        self.total_steps = None if total_steps is None else int(total_steps)
         self.named_cut = self.cut = cut
         self.cost: float | None = None  # of a step from a measured cut, in base steps
 
@@ -105,8 +126,10 @@ class BudgetMask(Mask):
             **super().settings(),
             "budget": self.budget if self.named_cut is None else None,
             "cut": self.named_cut,
-            "full": self.full,
+            "full": None if self.by_budget else self.full,
             "full_rho": self.full_rho,
+            "total_steps": self.total_steps,
+            "momentum_rho": self.momentum_rho,
             "norm": self.norm,
             "within": self.within.settings() if self.within else None,
         }
@@ -116,10 +139,26 @@ class BudgetMask(Mask):
         return super().__repr__() + measured
 
     def kind(self, step: int) -> StepKind:
-        """Return whether a step is a full one: of the first n steps floor(n * full) are."""
-        if math.floor((step + 1) * self.full) > math.floor(step * self.full):
+        """Return whether a step is a full one: the last ones are, or of the first n steps floor(n * full)."""
+        if self.total_steps is None:
+            full = math.floor((step + 1) * self.full) > math.floor(step * self.full)
+        else:
+            full = step >= self.total_steps - round(self.full * self.total_steps)
+        if full:
             return StepKind(everything=True, rho=self.full_rho)
-        return StepKind(cut=self.cut)
+        return StepKind(cut=self.cut, momentum_rho=self.momentum_rho)
+
+    def choose(self, costs: dict[str, float]) -> None:
+        """Take the cut, and with `total_steps` the share of full steps, that fit the budget.
+
+        Args:
+            costs: What a step from each cut costs, in base steps, by the cut's name; earliest first.
+        """
+        if self.by_budget:
+            self.cut, self.full = choose_full(costs, self.budget)
+        else:
+            self.cut = choose_cut(costs, self.budget, self.full)
+        self.cost = costs[self.cut]
 
     def select(self, params: Sequence[Tensor], step: int, previous: Selection | None) -> Selection:
         """Return all of the parameters, which the optimizer has narrowed to those behind the cut, or some of each."""
@@ -168,3 +207,22 @@ def choose_cut(costs: dict[str, float], budget: float, full: float = 0.0) -> str
         f"budget must be at least {math.ceil(1000 * means[cheapest]) / 1000:g}, the mean step's cost at the cheapest "
         f"cut, {cheapest!r}" + (f", with full={full:g}" if full else "") + f", but is {budget:g}"
     )
+
+
+def choose_full(costs: dict[str, float], budget: float) -> tuple[str, float]:
+    r"""Return the cheapest cut, and the share of full steps that it leaves money for, in thousandths.
+
+    .. math::  (1 - q)\, c + 2\,q \le \text{budget} \quad\Leftrightarrow\quad q \le \frac{\text{budget} - c}{2 - c}
+
+    Args:
+        costs: What a step from each cut costs, in base steps, by the cut's name; earliest first.
+        budget: What the mean step may cost.
+
+    >>> choose_full({"layer3": 1.42, "layer4": 1.24, "head": 1.05}, budget=1.25)
+    ('head', 0.21)
+    """
+    choose_cut(costs, budget)  # or its error, where nothing fits
+    cheapest = min(reversed(costs), key=lambda cut: costs[cut])
+    cost = costs[cheapest]
+    share = (budget - cost) / (FULL_COST - cost) if cost < FULL_COST else 0.0
+    return cheapest, min(1.0, math.floor(1000 * share + 1e-6) / 1000)

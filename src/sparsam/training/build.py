@@ -79,8 +79,10 @@ def build_mask(recipe: Recipe, model: nn.Module, loader: Loader, kind: str = "")
             model,
             budget=settings.budget,
             cut=settings.cut or None,
-            full=settings.full,
+            full=(settings.full or None) if settings.late else settings.full,  # or as many as the budget allows
             full_rho=settings.full_rho or None,
+            total_steps=recipe.train.epochs * loader.steps if settings.late else None,
+            momentum_rho=settings.momentum_rho or None,
             norm=settings.norm,
             within=build_mask(recipe, model, loader, settings.within) if settings.within else None,
         )

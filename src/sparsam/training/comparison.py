@@ -61,7 +61,7 @@ def compare_recipes(
             return old_run(path, device=device, progress=progress())
         run = new_run(recipe, path, device=device, progress=progress())
         others = [RunDirectory(p) for r, p in planned if r.name == recipe.name]
-        run.use_cut(next((other.summary().get("cut") for other in others if other.finished), None))
+        run.use_cut(next((other.summary() for other in others if other.finished), {}))
         return run
 
     waiting = (

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 MASKS = ("dense", "random", "fisher", "dynamic", "norm", "budget")
-WITHIN = ("", "random", "fisher", "dynamic")
+WITHIN = ("", "random", "fisher", "dynamic", "norm")
 OPTIMIZERS = ("sgd", "adam", "adamw")
 DATA = ("digits", "cifar10", "cifar100", "imagefolder")
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -114,6 +114,8 @@ class Mask:
     cut: str = ""
     full: float = _share(0.0)
     full_rho: float = _not_negative(0.0)
+    late: bool = False
+    momentum_rho: float = _not_negative(0.0)
     norm: str = _one_of("perturbed", ("perturbed", "whole"))
     within: str = _one_of("", WITHIN)
 
@@ -267,6 +269,10 @@ def _check_together(recipe: Recipe) -> None:
             raise RecipeError("train.precision must be fp32 or bf16 for mask.kind = budget: fp16 steps have no closure")
         if not mask.cut and 1 + mask.full > mask.budget:
             raise RecipeError(f"mask.budget must be above 1 + mask.full, {1 + mask.full:g}, but is {mask.budget:g}")
+        if mask.late and mask.cut and not mask.full:
+            raise RecipeError(f"mask.full must be above 0 for mask.late with a named cut, {mask.cut!r}, but is 0")
+        if mask.momentum_rho and recipe.optimizer.name == "sgd" and not recipe.optimizer.momentum:
+            raise RecipeError("optimizer.momentum must be above 0 for mask.momentum_rho, but is 0")
     unused = [key for key in ("crop_padding", "flip", "cutout") if getattr(recipe.data, key)]
     if recipe.data.name == "imagefolder" and unused:
         raise RecipeError(

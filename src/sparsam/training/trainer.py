@@ -90,18 +90,25 @@ class Trainer:
         return self.directory.summary()
 
     @property
-    def cut(self) -> str | None:
-        """The module before which a BudgetMask cuts, once it has chosen."""
-        return self.opt.mask.cut if isinstance(self.opt, SAM) else None
+    def budget_mask(self) -> BudgetMask | None:
+        """The mask, if it is one with a budget."""
+        mask = self.opt.mask if isinstance(self.opt, SAM) else None
+        return mask if isinstance(mask, BudgetMask) else None
 
-    def use_cut(self, cut: str | None) -> None:
-        """Let a BudgetMask take the cut that another seed has measured, so that seeds do not differ in it."""
-        if cut is not None and isinstance(self.opt, SAM) and isinstance(self.opt.mask, BudgetMask):
-            self.opt.mask.cut = self.opt.mask.cut or cut
+    def use_cut(self, summary: dict[str, Any]) -> None:
+        """Let a BudgetMask take what another seed has measured, by its summary, so that seeds do not differ in it."""
+        mask = self.budget_mask
+        if mask and mask.cut is None and summary.get("cut"):
+            mask.cut, mask.full = summary["cut"], summary.get("full", mask.full)
 
-    def _cost(self) -> str:
-        cost = getattr(getattr(self.opt, "mask", None), "cost", None)
-        return f", where a step was measured to cost {cost:.2f} base steps" if cost else ""
+    def _tell_cut(self, mask: BudgetMask) -> None:
+        """Say what was chosen."""
+        text = f"perturbed is what lies behind the cut before {mask.cut!r}"
+        if mask.cost:
+            text += f", where a step was measured to cost {mask.cost:.2f} base steps"
+        if mask.by_budget:
+            text += f", and in the last {100 * mask.full:.3g} % of the steps everything"
+        self.progress.remark(text)
 
     def stop(self) -> None:
         """End the step that is being taken, save, and raise :class:`Interrupted`."""
@@ -143,8 +150,8 @@ class Trainer:
                 self.progress.step_done(self.batch, time.perf_counter() - start)
             if self._captured and self._captured.eager_because:
                 self.progress.remark(f"no CUDA graph: {self._captured.eager_because}")
-            if self.cut:
-                self.progress.remark(f"perturbed is what lies behind the cut before {self.cut!r}{self._cost()}")
+            if self.budget_mask and self.budget_mask.cut:
+                self._tell_cut(self.budget_mask)
             if self._stop or (every and self.batch % every == 0):
                 self._synchronise()
                 self.seconds = time.perf_counter() - start
@@ -288,7 +295,8 @@ class Trainer:
             "seconds": None if self.shared else epochs[-1]["elapsed"],
             "peak_memory_mb": None if self.shared else epochs[-1]["peak_memory_mb"],
             "perturbed": epochs[-1]["perturbed"],
-            "cut": self.cut,
+            "cut": self.budget_mask.cut if self.budget_mask else None,
+            "full": self.budget_mask.full if self.budget_mask else None,
             "theoretical_flops": theoretical_flops(epochs[-1]["perturbed"]),
             "extra": {},
         }
@@ -398,7 +406,7 @@ def default_device() -> torch.device:
 
 def mask_density(opt: SAM, model: torch.nn.Module) -> dict[str, float]:
     """Return the share of the weights of each block of the model that a mean step perturbs, and under "" of all."""
-    full = opt.mask.full if isinstance(opt.mask, BudgetMask) else 0.0
+    full = opt.mask.full if isinstance(opt.mask, BudgetMask) else 0.0  # of all steps, also where they come last
     chosen: dict[str, Any] = {}
     total: dict[str, int] = {}
     names = {p: ".".join(name.split(".")[:2]) for name, p in model.named_parameters()}

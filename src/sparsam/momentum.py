@@ -1,0 +1,52 @@
+r"""Perturbing along the momentum, which is there before a step begins and so costs no pass (Becker et al. 2024).
+
+.. math::  \epsilon = -\rho\, \frac{v}{\lVert v \rVert_2}
+
+with v the base optimizer's momentum. That is ahead, where the next steps go: across a narrow valley they overshoot, and
+what is found there is the slope of its other side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from sparsam.perturbation import Saved, perturb
+
+BUFFERS = ("momentum_buffer", "exp_avg")  # of SGD and its like, and of Adam's family
+
+
+def check_momentum(base: Optimizer) -> None:
+    """Refuse base optimizers without a momentum."""
+    for i, group in enumerate(base.param_groups):
+        if not group.get("momentum") and not group.get("betas", (0,))[0]:
+            raise ValueError(
+                f"momentum_rho needs a base optimizer with momentum, but {type(base).__name__} has none in parameter "
+                f"group {i}: give it momentum=0.9, or leave momentum_rho out"
+            )
+
+
+def perturb_along_momentum(
+    params: Sequence[Tensor],
+    state: Mapping[Tensor, Mapping[str, Any]],
+    rho: float,
+    *,
+    adaptive: bool = False,
+) -> list[Saved]:
+    """Add eps to the weights in place; return what :func:`sparsam.perturbation.restore` needs to take it back.
+
+    Args:
+        params: The weights. Those without a momentum, as all are before the first step, stay as they are.
+        state: The base optimizer's.
+        rho: The radius.
+        adaptive: Scale as ASAM does, with v in place of the gradient.
+    """
+    found = [(p, state[p].get(name)) for p in params if p in state for name in BUFFERS]
+    moving = {p: v for p, v in found if isinstance(v, Tensor)}
+    if not moving or not rho:
+        return []
+    everything, rhos = [True] * len(moving), [-rho] * len(moving)
+    return perturb(list(moving), list(moving.values()), everything, rhos, adaptive=adaptive, guard=False)
