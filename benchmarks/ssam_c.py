@@ -90,6 +90,7 @@ def methods(network):
     middle = "layer4" if network == "resnet18" else "layer3"
     name = f"SSAM-C, {CUTS[network][middle]}, every 4th step full"
     table[name] = lambda model: BudgetMask(model, cut=middle, full=0.25)
+    table["SSAM-C, head, momentum before it"] = lambda model: BudgetMask(model, cut="head", momentum_rho=1.0)
     return table
 
 
@@ -153,7 +154,7 @@ def plot(result, path):
     for ax, network in zip(axes[0], networks, strict=True):
         rows = [row for row in result["rows"] if row["network"] == network]
         cuts = sorted((r["perturbed"], r["ratio"], r["method"]) for r in rows if r["method"].startswith("SSAM-C"))
-        plain = [cut for cut in cuts if "full" not in cut[2]]
+        plain = [cut for cut in cuts if "full" not in cut[2] and "momentum" not in cut[2]]
         shares = [i / 100 for i in range(101)]
         ax.plot(
             [100 * s for s in shares],
