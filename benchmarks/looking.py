@@ -1,7 +1,7 @@
 """What looking at a trained network costs: one point of a landscape, one gradient, one Hessian product.
 
 The network is ResNet-18 with its first weights and the images are noise, which changes no kernel. All are timed in
-turn, round after round.
+turn, round after round; fused points with the batches that a landscape has.
 
     python benchmarks/looking.py --samples 250 --output results/looking/cpu.json
 """
@@ -19,22 +19,27 @@ from torch.nn import functional as F
 import sparsam
 from sparsam.analysis.fusion import fastest
 from sparsam.analysis.kernels import kernels
+from sparsam.analysis.landscape import FUSED_BATCH
 from sparsam.analysis.objective import Objective
 from sparsam.models import build_model
 from sparsam.timing import Clock
 from sparsam.training.environment import processor
 
 
-def works(objective, device):
+def works(model, data, batch_size, device):
     """Return what is timed, by name."""
+    objective, unfolded, reverse, larger = (
+        Objective(model, F.cross_entropy, data, batch_size=size) for size in (*[batch_size] * 3, FUSED_BATCH)
+    )
+    unfolded.product.forward_mode, reverse.product.forward_mode = True, False
     vector = [torch.randn_like(p) for p in objective.params]
 
-    def point(precision, forward=None):
+    def point(precision, forward=None, look=objective):
         bf16 = torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
         with torch.no_grad(), bf16 if precision == "bf16" else contextlib.nullcontext():
             if forward is not None:
                 forward.refresh()
-            objective.loss(forward)
+            look.loss(forward)
 
     def product(precision, look=objective):
         with kernels(precision):
@@ -46,17 +51,19 @@ def works(objective, device):
             fused = fastest(objective)
         table |= {
             "point, bf16, not fused": lambda: point("bf16"),
-            "point, bf16": lambda: point("bf16", fused),
+            "point, bf16": lambda: point("bf16", fused, larger),
         }
-    reverse = Objective(objective.model, objective.loss_fn, objective.batches)
-    reverse.product.forward_mode = False
     table |= {
         "gradient, fp32": objective.gradient,
         "product, fp32": lambda: product("ieee"),
+        "product, fp32, not folded": lambda: product("ieee", unfolded),
         "product, fp32, reverse mode": lambda: product("ieee", reverse),
     }
     if device.type == "cuda":
-        table["product, tf32"] = lambda: product("tf32")
+        table |= {
+            "product, tf32": lambda: product("tf32"),
+            "product, tf32, not folded": lambda: product("tf32", unfolded),
+        }
     return table
 
 
@@ -72,8 +79,7 @@ def main():
     torch.manual_seed(0)
     model = build_model("resnet18", 100).to(device, memory_format=torch.channels_last)
     x, y = torch.randn(options.samples, 3, 32, 32), torch.randint(0, 100, (options.samples,))
-    objective = Objective(model, F.cross_entropy, (x, y), batch_size=options.batch_size)
-    table, clock = works(objective, device), Clock(device)
+    table, clock = works(model, (x, y), options.batch_size, device), Clock(device)
     rounds = {name: [] for name in table}
     for turn in range(options.rounds + 1):
         for name, work in table.items():
@@ -88,6 +94,7 @@ def main():
         "sparsam": sparsam.__version__,
         "samples": options.samples,
         "batch_size": options.batch_size,
+        "fused_batch_size": FUSED_BATCH,
         "seconds": rounds,
     }
     print(f"\n{result['device']}, torch {result['torch']}, ResNet-18, {options.samples} images of 3×32×32\n")

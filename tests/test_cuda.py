@@ -260,14 +260,28 @@ def test_a_model_that_draws_random_numbers_stays_eager_and_says_so():
 
 
 @pytest.mark.parametrize(
-    "mask", ["none", "random", "dynamic", "topk", "fisher", "budget", "budget-full", "budget-whole", "budget-dynamic"]
+    "mask",
+    [
+        "none",
+        "random",
+        "dynamic",
+        "topk",
+        "fisher",
+        "budget",
+        "budget-full",
+        "budget-whole",
+        "budget-momentum",
+        "budget-dynamic",
+    ],
 )
 def test_captured_steps_follow_mask_updates(mask):
     """Intervals end and kinds of steps change in the midst of captured steps; all is as in eager steps."""
     results = []
     for captured in (False, True):
         t = cuda_task(dtype=torch.float32)
-        opt = SAM(t.model.parameters(), torch.optim.SGD, rho=0.1, mask=MASKS[mask](t), model=t.model, lr=0.05)
+        opt = SAM(
+            t.model.parameters(), torch.optim.SGD, rho=0.1, mask=MASKS[mask](t), model=t.model, lr=0.05, momentum=0.5
+        )
         step = CapturedStep(opt, t.closure(opt)) if captured else (lambda t=t, opt=opt: opt.step(t.closure(opt)))
         losses = [step().item() for _ in range(17)]
         results.append((losses, weights(t.model), opt.masks(), opt.steps))
@@ -363,20 +377,26 @@ def test_a_landscape_in_bf16_runs_fused_without_waiting_and_is_that_of_fp32():
     assert (bf16.losses != plain.losses).any()
 
 
-def test_what_cudnn_does_not_fuse_runs_as_it_is():
+def test_a_shortcut_that_is_broadcast_is_not_read_beyond_its_end():
+    """torch would take cuDNN's plan for the first layer, whose shortcut is whole, for the second one too."""
+
     class Broadcast(nn.Module):
         def __init__(self):
             super().__init__()
-            self.conv, self.bn = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
-            self.shift = nn.Parameter(torch.ones(1, 8, 1, 1))
+            self.conv1, self.bn1 = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+            self.conv2, self.bn2 = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+            self.shift = nn.Parameter(torch.randn(1, 8, 1, 1))
 
         def forward(self, x):
-            return F.relu(self.bn(self.conv(x)) + self.shift).flatten(2).mean(2)
+            h = F.relu(self.bn1(self.conv1(x)) + x)
+            return F.relu(self.bn2(self.conv2(h)) + self.shift).flatten(2).mean(2)
 
-    x, y = torch.randn(6, 3, 9, 9, device="cuda"), torch.randint(0, 8, (6,), device="cuda")
+    x, y = torch.randn(6, 8, 9, 9, device="cuda"), torch.randint(0, 8, (6,), device="cuda")
     objective = Objective(Broadcast().cuda(), F.cross_entropy, (x, y))
     with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
-        assert fastest(objective) is None
+        fast = fastest(objective)
+        assert len(fast.fused) == 2
+        torch.testing.assert_close(fast(x).float(), objective.model.eval()(x).float(), rtol=5e-2, atol=5e-2)
 
 
 def test_eigenvalues_found_with_tf32_are_those_of_fp32():
@@ -384,4 +404,5 @@ def test_eigenvalues_found_with_tf32_are_those_of_fp32():
     exact, fast = (top_eigenvalues(objective, 3, precision=precision) for precision in ("fp32", "tf32"))
     assert exact.converged
     assert objective.product.forward_mode
-    torch.testing.assert_close(torch.tensor(fast.values), torch.tensor(exact.values), rtol=1e-3, atol=0)
+    assert objective.product.folded is not None
+    torch.testing.assert_close(torch.tensor(fast.values), torch.tensor(exact.values), rtol=5e-3, atol=0)

@@ -68,9 +68,13 @@ class Branches(nn.Module):
 
 def networks(name):
     own = {"odd": Odd, "twice": Twice, "branches": Branches}
-    model = own[name]() if name in own else build_model(name, 10)
+    return as_trained(own[name]() if name in own else build_model(name, 10))
+
+
+def as_trained(model):
+    """In float64, and BatchNorm not as if it did nothing."""
     for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):  # as after training, not as if they did nothing
+        if isinstance(module, nn.BatchNorm2d):
             module.running_mean.normal_()
             module.running_var.uniform_(0.5, 2)
             if module.affine:
@@ -105,9 +109,41 @@ def test_fused_losses_are_the_losses_wherever_the_weights_go(name):
     assert model.training
 
 
+def add_relu(whole_only):
+    def convolution_add_relu(x, weight, z, alpha, bias, *how):
+        h = F.conv2d(x, weight, bias, *how)
+        assert z.shape == h.shape
+        whole_only.append(tuple(z.shape))
+        return F.relu(h + alpha * z)
+
+    return convolution_add_relu
+
+
+HOW = [{}, {"stride": 2}, {"padding": (2, 0)}, {"stride": (1, 3), "dilation": (2, 1), "padding": 1}]
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+@pytest.mark.parametrize("broadcast", [(), (1,), (2, 3), (0, 2, 3)], ids=str)
+def test_only_whole_shortcuts_are_handed_to_cudnn(monkeypatch, how, broadcast):
+    """Which is not here: a reference takes its place."""
+    part = Fused(nn.Conv2d(3, 5, 3, **how), nn.BatchNorm2d(5), relu=True, dtype=torch.float32).eval()
+    part.refresh()
+    part.cudnn, seen = True, []
+    monkeypatch.setattr(torch, "cudnn_convolution_add_relu", add_relu(seen))
+    x = torch.randn(4, 3, 9, 11)
+    expected = part.parts[1].eval()(part.parts[0](x))
+    shape = [1 if i in broadcast else n for i, n in enumerate(expected.shape)]
+    shortcut = torch.randn(shape)
+    torch.testing.assert_close(part(x, shortcut), F.relu(expected + shortcut), rtol=1e-4, atol=1e-5)
+    assert seen == ([] if broadcast else [tuple(expected.shape)])
+
+
 def test_it_has_no_weights_of_its_own():
-    model = networks("resnet-small")
+    model = networks("resnet-small").to(memory_format=torch.channels_last)
+    before = weights(model)
     module = fused(model.eval(), torch.float64)
+    FusedForward(model, torch.float64).refresh()
+    assert same(weights(model), before)
     assert {id(p) for p in module.parameters()} <= {id(p) for p in model.parameters()}
     assert any(isinstance(part, Fused) for part in module.modules())
     assert not any(isinstance(part, Fused) for part in model.modules())

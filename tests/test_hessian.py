@@ -166,7 +166,7 @@ def test_tf32_is_a_search_with_the_same_result():
     """A CPU has no TF32, so only the tolerance differs; on a GPU, test_cuda.py."""
     model, loss_fn, x, y = conv()
     objective = Objective(model, loss_fn, (x, y))
-    fast, same_as = (top_eigenvalues(objective, 3, precision="tf32"), top_eigenvalues(objective, 3, tolerance=1e-3))
+    fast, same_as = (top_eigenvalues(objective, 3, precision="tf32"), top_eigenvalues(objective, 3, tolerance=3e-3))
     assert (fast.values, fast.residuals, fast.products) == (same_as.values, same_as.residuals, same_as.products)
     assert fast.products < top_eigenvalues(objective, 3).products
     seen = []
@@ -176,11 +176,11 @@ def test_tf32_is_a_search_with_the_same_result():
         return loss_fn(outputs, targets)
 
     found = top_eigenvalues(Objective(model, loss, (x, y)), 3, precision="tf32")
-    # The loss itself; both modes of the product; the search; values and residuals.
-    assert seen[1:] == ["ieee"] * 2 + ["tf32"] * (found.products - 3) + ["ieee"] * 3
+    # The loss itself; reverse mode, and forward mode of the trace and folded; the search; values and residuals.
+    assert seen[1:] == ["ieee"] * 3 + ["tf32"] * (found.products - 3) + ["ieee"] * 3
     seen.clear()
     spectral_density(Objective(model, loss, (x, y)), probes=1, steps=5, precision="tf32")
-    assert seen[1:] == ["ieee"] * 2 + ["tf32"] * 5
+    assert seen[1:] == ["ieee"] * 3 + ["tf32"] * 5
     for function in (top_eigenvalues, spectral_density):
         with pytest.raises(ValueError, match=r"precision must be one of 'fp32', 'tf32', but is 'bf16'"):
             function(objective, precision="bf16")

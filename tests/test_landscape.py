@@ -18,7 +18,9 @@ from torch.nn import functional as F
 
 from browser import Page
 from cases import same, task, weights
+from sparsam.analysis import landscape as module
 from sparsam.analysis.directions import filter_normalised, principal_directions, random_directions
+from sparsam.analysis.fusion import FusedForward
 from sparsam.analysis.hessian import top_eigenvalues
 from sparsam.analysis.landscape import Landscape, loss_landscape
 from sparsam.analysis.landscape_figure import Scale, caption, draw_figures, labels
@@ -186,6 +188,30 @@ def test_unequal_batches_count_by_their_samples():
     ):
         np.testing.assert_allclose(other.losses, whole.losses, **EXACT)
         assert other.settings["samples"] == 24
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("data", ["pair", "batches", "once"])
+@pytest.mark.parametrize("batch_size", [None, 10])
+def test_fused_batches_are_larger_unless_they_are_given(monkeypatch, fused, data, batch_size):
+    monkeypatch.setattr(module, "BATCH", 6)
+    monkeypatch.setattr(module, "FUSED_BATCH", 12)
+    monkeypatch.setattr(module, "fastest", lambda o: FusedForward(o.model, torch.float32) if fused else None)
+    t, sizes = task(torch.float32), []
+
+    def loss_fn(outputs, targets):
+        sizes.append(len(targets))
+        return F.cross_entropy(outputs, targets)
+
+    batches = list(zip(t.x.split(8), t.y.split(8), strict=True))
+    given = {"pair": (t.x, t.y), "batches": batches, "once": iter(batches)}[data]
+    found = loss_landscape(
+        t.model, loss_fn, given, dimensions=1, points=2, precision="bf16", batch_size=batch_size, range=0.1
+    )
+    whole = {None: [12, 12] if fused else [6, 6, 6, 6], 10: [10, 10, 4]}[batch_size]
+    assert sizes == (whole if data == "pair" else [8, 8, 8]) * 3  # the centre and two points
+    plain = loss_landscape(t.model, F.cross_entropy, (t.x, t.y), dimensions=1, points=2, range=0.1)
+    np.testing.assert_allclose(found.losses, plain.losses, rtol=0.05)
 
 
 @pytest.mark.parametrize("fails", [None, ZeroDivisionError, KeyboardInterrupt])

@@ -9,8 +9,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from cases import same
+from sparsam.analysis.fusion import Folded
 from sparsam.analysis.hessian import top_eigenvalues
 from sparsam.analysis.objective import Objective
+from test_fusion import Block, Branches, Odd, Remembers, as_trained, hooked, networks
 from test_hessian import CASES, conv, mlp, tied
 
 # torch.func's forward mode compiles its formulas with torch's own, old compiler.
@@ -76,6 +78,128 @@ def test_forward_and_reverse_mode_agree(case):
     found, reverse, forward = first_product(*case())
     assert forward == (case not in REVERSE)
     torch.testing.assert_close(found, reverse, rtol=1e-10, atol=1e-12)
+
+
+class Blocks(nn.Module):
+    """A convolution with a bias, BatchNorm without weights, a sum, a kernel of one pixel, one layer called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.conv2, self.bn2 = nn.Conv2d(4, 4, 3, padding=1, bias=False, groups=2), nn.BatchNorm2d(4, affine=False)
+        self.conv3, self.bn3 = nn.Conv2d(4, 3, 1, stride=2, bias=False), nn.BatchNorm2d(3)
+
+    def forward(self, x, scale=None):
+        h = F.relu(self.bn1(self.conv1(x)))
+        for _ in range(2):
+            h = F.relu(self.bn2(self.conv2(h)) + h)
+        return self.bn3(self.conv3(h)).flatten(2).mean(2)
+
+
+def partly_frozen():
+    model = Blocks()
+    model.bn1.weight.requires_grad_(False)
+    model.conv2.requires_grad_(False)
+    return model
+
+
+def images_for(model):
+    x = torch.randn(4, 3, 8, 8).to(next(model.parameters()).dtype)
+    return model, F.cross_entropy, x, torch.randint(0, 3, (4,))
+
+
+FOLDED = {  # and how many BatchNorms are, of as many calls
+    "resnet": (lambda: networks("resnet-small"), 9),
+    "wide resnet": (lambda: networks("wrn-10-2"), 4),
+    "blocks": (Blocks, 4),
+    "frozen": (partly_frozen, 4),
+    "remembers": (Remembers, 1),
+}
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_folded_batch_norm_has_the_same_products(name):
+    make, count = FOLDED[name]
+    model, loss_fn, x, y = images_for(as_trained(make()))
+    objective, reverse = (Objective(model, loss_fn, (x, y), batch_size=3) for _ in range(2))
+    reverse.product.forward_mode = False
+    vector, buffers = [torch.randn_like(p) for p in objective.params], list(model.buffers())
+    for _ in range(2):
+        found = objective.hessian_product(vector)
+        assert objective.product.forward_mode
+        assert sum(isinstance(part, Folded) for part in objective.product.folded.modules()) == count
+        torch.testing.assert_close(found, reverse.hessian_product(vector), rtol=1e-10, atol=1e-12)
+        assert model.training
+        assert all(a is b for a, b in zip(model.buffers(), buffers, strict=True))
+        as_trained(model)  # other weights and statistics for the second time
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.9)
+
+
+def test_folded_products_in_float32():
+    """Rounding moves activations over the kinks of ReLUs, which is not another function."""
+    torch.manual_seed(0)
+    found, reverse, forward = first_product(*images_for(networks("resnet-small").float()))
+    assert forward
+    distance = torch.cat([(a - b).flatten() for a, b in zip(found, reverse, strict=True)]).norm()
+    assert distance < 1e-2 * torch.cat([t.flatten() for t in reverse]).norm()
+
+
+class PartlyDetaching(Blocks):
+    """A trace does not show what runs under no_grad."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            scale = self.bn1(self.conv1(x)).abs().mean()
+        return super().forward(x / scale)
+
+
+def added_in_place(block, x):
+    """Nor that the sum is written into another variable too."""
+    h = kept = 2 * x
+    h += block.bn(block.conv(x))
+    return F.relu(h) + kept
+
+
+def hooked_blocks():
+    model = nn.Sequential(Blocks())
+    hooked(model)
+    return model
+
+
+NOT_FOLDED = {  # and whether forward mode serves
+    "untraceable": (Branches, True),
+    "hooks": (hooked_blocks, True),
+    "a weight of its own": (Odd, True),
+    "added in place": (lambda: Block(added_in_place), True),
+    "no_grad": (PartlyDetaching, False),
+}
+
+
+@pytest.mark.parametrize("name", NOT_FOLDED)
+def test_what_cannot_be_folded(name):
+    make, forward_mode = NOT_FOLDED[name]
+    model, loss_fn, x, y = images_for(as_trained(make()))
+    objective = Objective(model, loss_fn, (x, y))
+    vector = [torch.randn_like(p) for p in objective.params]
+    found = objective.hessian_product(vector)
+    assert (objective.product.folded, objective.product.forward_mode) == (None, forward_mode)
+    objective.product.forward_mode = False
+    torch.testing.assert_close(found, objective.hessian_product(vector), rtol=1e-10, atol=1e-12)
+
+
+def test_a_folded_model_that_is_out_of_memory(monkeypatch):
+    """A trace has lost the checkpoints of a model, so the model itself may still do."""
+    model, loss_fn, x, y = images_for(as_trained(Blocks()))
+
+    def out_of_memory(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Folded, "forward", out_of_memory)
+    objective = Objective(model, loss_fn, (x, y))
+    objective.hessian_product([torch.randn_like(p) for p in objective.params])
+    assert (objective.product.folded, objective.product.forward_mode) == (None, True)
 
 
 class Cube(torch.autograd.Function):
@@ -197,7 +321,7 @@ def test_ctrl_c_is_ctrl_c():
 
     def loss(outputs, targets):
         calls.append(1)
-        if len(calls) in (2, 4):
+        if len(calls) in (3, 5):
             raise RuntimeError(
                 "The following operation failed in the TorchScript interpreter. KeyboardInterrupt: <...>"
             )

@@ -1,11 +1,13 @@
-r"""Convolution, BatchNorm in eval mode, addition and ReLU as one kernel, for models that are run thousands of times.
+r"""Convolution, BatchNorm in eval mode, addition and ReLU as one step, for models that are run thousands of times.
 
 BatchNorm with fixed statistics is a convolution's own scale and shift,
 
 .. math::  W' = W\, \frac{\gamma}{\sqrt{\sigma^2 + \epsilon}}, \qquad
            b' = (b - \mu)\, \frac{\gamma}{\sqrt{\sigma^2 + \epsilon}} + \beta
 
-and cuDNN adds the shift, a shortcut and the ReLU before anything is written to memory.
+so it can be *folded* into the convolution, which leaves no BatchNorm to differentiate through. Where nothing is to be
+differentiated it can be *fused* as well: cuDNN adds the shift, a shortcut and the ReLU before anything is written to
+memory.
 """
 
 from __future__ import annotations
@@ -14,15 +16,18 @@ import copy
 import inspect
 import operator
 import warnings
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
-from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from sparsam.analysis.kernels import kernels
-from sparsam.analysis.objective import Objective
+
+if TYPE_CHECKING:  # whose Hessian products are those of folded models
+    from sparsam.analysis.objective import Objective
 
 RELUS = (F.relu, torch.relu, "relu", "relu_")  # functions, and methods of tensors
 CHANNELS = 8  # tensor cores take so many at a time: with 3, cuDNN falls back to kernels without them
@@ -84,42 +89,57 @@ class FusedForward:
             part.refresh()
 
 
-class Fused(nn.Module):
-    """A convolution and what follows it.
+class Folded(nn.Module):
+    """A convolution and what follows it, differentiable in the weights that the model has at the time of the call.
 
     Args:
         convolution: Of the model.
         norm: The BatchNorm behind it.
         relu: Whether a ReLU follows.
+    """
+
+    def __init__(self, convolution: nn.Conv2d, norm: nn.BatchNorm2d, *, relu: bool) -> None:
+        super().__init__()
+        self.parts, self.relu = (convolution, norm), relu  # in a tuple: the model's, not of this one
+        self.how: Any = (convolution.stride, convolution.padding, convolution.dilation, convolution.groups)
+
+    def forward(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
+        """Return relu(norm(convolution(x)) + shortcut), as far as these are there."""
+        weight, bias = _fold(*self.parts, _inverse_deviation(self.parts[1]))
+        return self.after(F.conv2d(x, weight, bias, *self.how), shortcut)
+
+    def after(self, h: Tensor, shortcut: Tensor | None) -> Tensor:
+        """Return relu(h + shortcut), as far as these are there."""
+        h = h if shortcut is None else h + shortcut
+        return F.relu(h) if self.relu else h
+
+
+class Fused(Folded):
+    """The same, fast, with the weights at the time of the last refresh and without derivatives.
+
+    Args:
+        convolution: Of the model.
+        norm: The BatchNorm behind it, whose running statistics are to stay.
+        relu: Whether a ReLU follows.
         dtype: To compute in.
     """
 
-    weight: Tensor
-    bias: Tensor
-
     def __init__(self, convolution: nn.Conv2d, norm: nn.BatchNorm2d, *, relu: bool, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.parts, self.relu, self.dtype = (convolution, norm), relu, dtype  # in a tuple: the model's, not of this one
-        self.how: Any = (convolution.stride, convolution.padding, convolution.dilation, convolution.groups)
+        super().__init__(convolution, norm, relu=relu)
+        outputs, inputs, *kernel = convolution.weight.shape
         self.missing = -convolution.in_channels % CHANNELS if convolution.groups == 1 else 0
         self.pointwise = convolution.kernel_size == (1, 1) and self.how[1:] == ((0, 0), (1, 1), 1)
         self.cudnn = convolution.weight.is_cuda and dtype == torch.bfloat16
+        self.dtype, self.inverse_deviation = dtype, _inverse_deviation(norm)
+        padded = torch.zeros(outputs, inputs + self.missing, *kernel, dtype=dtype, device=convolution.weight.device)
+        self.weight, self.bias = padded.contiguous(memory_format=torch.channels_last), padded.new_zeros(outputs)
 
+    @torch.no_grad()
     def refresh(self) -> None:
         """Take the weights that the model has now."""
-        convolution, norm = self.parts
-        weight, bias = fuse_conv_bn_weights(
-            convolution.weight,
-            convolution.bias,
-            norm.running_mean,  # type: ignore[arg-type]
-            norm.running_var,  # type: ignore[arg-type]
-            norm.eps,
-            norm.weight,
-            norm.bias,
-        )
-        padded = F.pad(weight.detach(), (0, 0, 0, 0, 0, self.missing))
-        self.weight = padded.to(self.dtype).contiguous(memory_format=torch.channels_last)
-        self.bias = bias.detach().to(self.dtype)
+        weight, bias = _fold(*self.parts, self.inverse_deviation)
+        self.weight[:, : weight.shape[1]].copy_(weight)
+        self.bias.copy_(bias)
 
     def forward(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
         """Return relu(norm(convolution(x)) + shortcut), as far as these are there."""
@@ -128,8 +148,11 @@ class Fused(nn.Module):
         if self.relu and self.cudnn:
             if shortcut is None:
                 return torch.cudnn_convolution_relu(x, self.weight, self.bias, *self.how)
-            shortcut = shortcut.to(self.dtype).contiguous(memory_format=torch.channels_last)
-            return torch.cudnn_convolution_add_relu(x, self.weight, shortcut, 1.0, self.bias, *self.how)
+            # torch keeps cuDNN's plans without the shortcut's shape: one for a whole shortcut would read beyond the
+            # end of one that is to be broadcast.
+            if shortcut.shape == self.shape(x):
+                shortcut = shortcut.to(self.dtype).contiguous(memory_format=torch.channels_last)
+                return torch.cudnn_convolution_add_relu(x, self.weight, shortcut, 1.0, self.bias, *self.how)
         with torch.autocast(x.device.type, enabled=False):
             if self.pointwise:  # a matrix product, which can add the shift on its way
                 down, across = self.how[0]
@@ -137,24 +160,69 @@ class Fused(nn.Module):
                 h = F.linear(pixels, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
             else:
                 h = F.conv2d(x, self.weight, self.bias, *self.how)
-        h = h if shortcut is None else h + shortcut
-        return F.relu(h) if self.relu else h
+        return self.after(h, shortcut)
+
+    def shape(self, x: Tensor) -> tuple[int, ...]:
+        """Return the shape of the convolution's output."""
+        sides = zip(x.shape[2:], self.weight.shape[2:], *self.how[:3], strict=True)
+        sizes = ((n + 2 * padding - dilation * (k - 1) - 1) // stride + 1 for n, k, stride, padding, dilation in sides)
+        return len(x), len(self.weight), *sizes
+
+
+def _inverse_deviation(norm: nn.BatchNorm2d) -> Tensor:
+    variance: Any = norm.running_var
+    return torch.rsqrt(variance + norm.eps)
+
+
+def _fold(convolution: nn.Conv2d, norm: nn.BatchNorm2d, inverse_deviation: Tensor) -> tuple[Tensor, Tensor]:
+    """Return W' and b', differentiable; torch's own function returns parameters that are cut off from the graph."""
+    mean: Any = norm.running_mean
+    mean = mean if convolution.bias is None else mean - convolution.bias
+    scale = inverse_deviation if norm.weight is None else norm.weight * inverse_deviation
+    bias = -mean * scale if norm.bias is None else torch.addcmul(norm.bias, mean, scale, value=-1)
+    return convolution.weight * scale.view(-1, 1, 1, 1), bias
+
+
+def traced_and_folded(model: nn.Module) -> tuple[nn.Module, nn.Module] | None:
+    """Return two modules that compute what a model in eval mode does: as it does, and with :class:`Folded` parts.
+
+    Both run the model's own modules, whatever these hold at the time. None where there is nothing to fold.
+
+    Args:
+        model: Nothing of it changes.
+    """
+    found = _traced(model)
+    if found is None or any(node.op == "get_attr" for node in found[1].nodes):
+        return None  # what the model reads without a module would be that of now
+    traced = fx.GraphModule(model, copy.deepcopy(found[1]))
+    folded = _replaced(model, found[1], Folded)
+    return (traced, folded) if folded and any(isinstance(part, Folded) for part in folded.modules()) else None
 
 
 def fused(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Return a module that computes what a model does in eval mode, with :class:`Fused` parts; or the model itself.
 
     Args:
-        model: Nothing of it changes: a copy is traced, which shares its weights.
+        model: Nothing of it changes: a copy is traced and run, which shares its weights.
         dtype: For the convolutions that are fused.
     """
+    traced = _traced(model)
+    return (traced and _replaced(*traced, partial(Fused, dtype=dtype))) or model
+
+
+def _traced(model: nn.Module) -> tuple[nn.Module, fx.Graph] | None:
+    """Return a copy of a model, in eval mode and with the same weights, and what it does."""
     if any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules()):
-        return model  # what they do is lost in a trace
+        return None  # what they do is lost in a trace
     twin = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())}).eval()
     defaults = {a.name: a.default for a in inspect.signature(model.forward).parameters.values()}
     known = {name: value for name, value in defaults.items() if value is None or type(value) in (bool, int, float, str)}
-    graph = fx.Tracer().trace(twin, concrete_args=known or None)
-    result = fx.GraphModule(twin, graph)
+    return twin, fx.Tracer().trace(twin, concrete_args=known or None)
+
+
+def _replaced(model: nn.Module, graph: fx.Graph, part: Callable[..., Folded]) -> fx.GraphModule | None:
+    """Return what runs a model's modules as a graph says, with parts in the places of chains; None if it cannot be."""
+    result = fx.GraphModule(model, graph)
     modules = dict(result.named_modules())
     for node in list(graph.nodes):
         chain, shortcut = _chain(node, modules)
@@ -162,7 +230,7 @@ def fused(model: nn.Module, dtype: torch.dtype) -> nn.Module:
             continue
         convolution, norm = (modules[str(n.target)] for n in chain[:2])
         name = f"fused_{len(modules)}"
-        modules[name] = Fused(convolution, norm, relu=len(chain) > 2, dtype=dtype)
+        modules[name] = part(convolution, norm, relu=len(chain) > 2)
         result.add_submodule(name, modules[name])
         with graph.inserting_before(chain[-1]):
             new = graph.call_module(name, (chain[0].args[0], *shortcut))
@@ -170,7 +238,7 @@ def fused(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         for old in reversed(chain):
             graph.erase_node(old)
     if any(_in_place(node, modules) for node in graph.nodes):
-        return model  # a fused convolution may read its input later than the convolution did
+        return None  # a convolution may read its input later now than it did
     result.recompile()
     return result
 
@@ -217,7 +285,7 @@ def _in_place(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     return functional or named or (name.endswith("_") and not name.endswith("__"))
 
 
-FRESH = (Fused, nn.Linear, nn.Conv2d, nn.BatchNorm2d, operator.add, operator.mul, torch.add, torch.mul)
+FRESH = (Folded, Fused, nn.Linear, nn.Conv2d, nn.BatchNorm2d, operator.add, operator.mul, torch.add, torch.mul)
 """Whose outputs share no memory with anything."""
 
 

@@ -29,10 +29,13 @@ from torch import Tensor, nn
 
 from sparsam.analysis.directions import Checkpoint, Direction, Plane, principal_directions, random_directions
 from sparsam.analysis.fusion import fastest
-from sparsam.analysis.objective import Objective
+from sparsam.analysis.objective import Objective, is_pair
 from sparsam.checks import check_choice, check_number, check_whole
 
 PRECISIONS = ("fp32", "bf16")
+BATCH = 1000
+FUSED_BATCH = 5000  # small images for fused kernels, which are computed faster than launched for fewer
+SMALL = 3 * 32 * 32  # values of an image
 AGREEMENT = {"fp32": 1e-4, "bf16": 1e-2}  # of two computations of one loss that may differ by rounding
 
 
@@ -119,7 +122,7 @@ def loss_landscape(
     checkpoints: Sequence[Checkpoint] = (),
     seed: int = 0,
     precision: str = "fp32",
-    batch_size: int = 1000,
+    batch_size: int | None = None,
     file: str | Path | None = None,
     save_every: float = 30.0,
     about: Mapping[str, Any] | None = None,
@@ -140,7 +143,8 @@ def loss_landscape(
         seed: Of random directions. Models of one architecture look in the same directions if they have the same seed.
         precision: "fp32" computes as the weights are, "bf16" under autocast and, on a GPU, with kernels that do several
             things at once (:mod:`sparsam.analysis.fusion`).
-        batch_size: How a pair of tensors is cut into batches.
+        batch_size: How a pair of tensors is cut into batches; default: 1000, or 5000 small images where convolutions
+            are fused.
         file: An npz file for the finished points. If it is there already, the grid goes on from it, or, with other
             settings or weights, is refused.
         save_every: Seconds between two savings.
@@ -154,11 +158,13 @@ def loss_landscape(
     """
     _check(dimensions, points, range, directions, checkpoints, seed, precision)
     dimensions, points, seed = int(dimensions), int(points), int(seed)
-    objective = Objective(model, loss_fn, data, batch_size=batch_size)
+    objective = Objective(model, loss_fn, data, batch_size=BATCH if batch_size is None else batch_size)
     # Autocast would go on using the weights of the first point, which it has converted and kept.
     autocast = torch.autocast(objective.device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False)
     with torch.no_grad(), autocast:
         forward = fastest(objective) if precision == "bf16" else None
+        if forward is not None and batch_size is None and is_pair(data) and data[0][0].numel() <= SMALL:
+            objective = Objective(model, loss_fn, data, batch_size=FUSED_BATCH)
         centre = objective.loss(forward).item()
         if not math.isfinite(centre):
             raise ValueError(f"the loss at the model's own weights must be finite, but is {centre}: {_blame(model)}")

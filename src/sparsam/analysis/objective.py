@@ -9,7 +9,7 @@ eval mode while it is looked at (BatchNorm uses its running statistics, dropout 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -144,9 +144,14 @@ def _pair(batch: Any) -> tuple[Any, Any]:
     return batch[0], batch[1]
 
 
+def is_pair(data: object) -> TypeGuard[tuple[Tensor, Tensor]]:
+    """Tell whether data is a pair of tensors, which an objective cuts into batches."""
+    return isinstance(data, (tuple, list)) and len(data) == 2 and all(isinstance(t, Tensor) for t in data)
+
+
 def _batches(data: Any, batch_size: int) -> Iterable[Any]:
     check_whole("batch_size", batch_size)
-    if isinstance(data, (tuple, list)) and len(data) == 2 and all(isinstance(t, Tensor) for t in data):
+    if is_pair(data):
         x, y = data
         if len(x) != len(y):
             raise ValueError(f"data must have a target for each input, but has {len(x)} inputs and {len(y)} targets")

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from sparsam.analysis.landscape import Landscape, loss_landscape
+from sparsam.analysis.landscape import BATCH, FUSED_BATCH, Landscape, loss_landscape
 from sparsam.analysis.landscape_figure import draw_figures
 from sparsam.analysis.landscape_page import write_page
 from sparsam.analysis.results import check_shared
@@ -63,7 +63,8 @@ def measure(
         options: Those of :func:`loss_landscape`.
     """
     recipe = RunDirectory(run).recipe()
-    batch_size = 2500 if device.type == "cuda" else 1000
+    fused = device.type == "cuda" and options["precision"] == "bf16" and recipe.data.name != "imagefolder"
+    batch_size = FUSED_BATCH if fused else BATCH
     objective = load_objective(
         run, samples=samples, batch_size=batch_size, best=best, data_root=data_root, device=device
     )
