@@ -95,7 +95,7 @@ def test_a_budget_that_buys_full_steps_takes_the_cheapest_cut(capsys, tmp_path):
     cuts.show(recipe, images, costs, torch.device("cpu"), budget=1.28)  # 0.8 * 1.1 + 0.2 * 2
     text = capsys.readouterr().out
     assert [row[0] for row in rows(text) if row[4]] == ["head"]
-    assert 'BudgetMask(model, cut="head", full=0.2, total_steps=STEPS, momentum_rho=0.5)' in text
+    assert 'BudgetMask(model, cut="head", full=0.2, momentum_rho=0.5, total_steps=STEPS)' in text
 
 
 def test_a_budget_that_nothing_fits_is_refused_below_the_table():

@@ -143,8 +143,8 @@ def test_other_optimizers_have_a_momentum_too(base):
 def test_a_base_without_momentum_is_refused(base, arguments):
     t = task()
     message = (
-        f"^momentum_rho needs a base optimizer with momentum, but {base.__name__} has none in parameter group 0: "
-        f"give it momentum=0.9, or leave momentum_rho out$"
+        f"^momentum_rho needs a base optimizer with momentum, such as SGD with momentum=0.9 or AdamW, but "
+        f"{base.__name__} has none in parameter group 0$"
     )
     with pytest.raises(ValueError, match=message):
         SAM(t.model.parameters(), base, mask=BudgetMask(t.model, cut="3", momentum_rho=0.4), lr=0.1, **arguments)
@@ -166,11 +166,11 @@ REFUSED = {
     "half a step": ({"total_steps": 1.5}, "total_steps must be a whole number >= 1, but is 1.5$"),
     "a cut that leaves the share open": (
         {"cut": "3", "total_steps": 9},
-        "full must be given where a cut is named, for nothing is measured at '3'$",
+        "total_steps must come with full where a cut is named: nothing is measured at '3', so the budget cannot buy",
     ),
     "last steps, but none": (
         {"full": 0.0, "total_steps": 9},
-        "total_steps is the place of full steps, but full is 0: there are none$",
+        r"total_steps is the place of full steps, but full is 0: there are none \(leave full out, and the budget buys some\)$",
     ),
 }
 
@@ -185,7 +185,9 @@ def test_bad_arguments_are_refused_by_name(name):
 # ------------------------------------------------------------------------------------------- full steps come last
 
 
-@pytest.mark.parametrize(("full", "steps", "first"), [(0.3, 10, 7), (0.21, 100, 79), (0.5, 7, 3), (1.0, 4, 0)])
+@pytest.mark.parametrize(
+    ("full", "steps", "first"), [(0.3, 10, 7), (0.21, 100, 79), (0.5, 7, 4), (0.57, 100, 43), (1.0, 4, 0)]
+)
 def test_full_steps_come_last(full, steps, first):
     mask = BudgetMask(task().model, cut="3", full=full, full_rho=0.2, total_steps=steps, momentum_rho=0.1)
     kinds = [mask.kind(step) for step in range(steps + 2)]  # and whatever comes after the end
@@ -202,7 +204,7 @@ def test_full_steps_come_last(full, steps, first):
         ({"a": 1.2, "b": 1.2}, 1.6, ("b", 0.5)),
         ({"a": 1.1}, 1.1, ("a", 0.0)),
         ({"a": 1.1}, 3.0, ("a", 1.0)),
-        ({"a": 2.5}, 3.0, ("a", 0.0)),
+        ({"a": 2.5}, 3.0, ("a", 1.0)),  # full steps only, which cost 2
     ],
 )
 def test_the_budget_buys_full_steps(costs, budget, expected):
@@ -248,4 +250,63 @@ def test_the_cheapest_cut_is_really_measured():
     opt.step(t.closure(opt))
     assert opt.mask.cut == "8"
     assert opt.mask.cost >= 1
-    assert opt.mask.full == (1.0 if opt.mask.cost < 2 else 0.0)
+    assert opt.mask.full == 1.0
+
+
+def test_a_measured_cost_counts_also_where_earlier_cuts_were_estimated_to_cost_less(monkeypatch):
+    """A pass takes 1 s, the optimizer's step 0.25 s, perturbing 0.1 s; a real step from the last cut 1.5 s."""
+    seconds = {"_perturbing": 0.1, "step": 0.25, "closure": 1.0, "_two_passes": 1.5}
+    found = [sparsam.Cut("0", 1.0, 1.0), sparsam.Cut("3", 0.9, 0.1), sparsam.Cut("8", 0.1, 0.05)]
+    monkeypatch.setattr(sparsam.costs, "find_cuts", lambda *_, **__: found)
+    monkeypatch.setattr(
+        sparsam.costs.Clock, "time", lambda self, work: next(s for n, s in seconds.items() if n in work.__qualname__)
+    )
+    t = task()
+    opt = sam(t.model, budget=1.74, total_steps=100, momentum_rho=0.3)
+    opt.step(t.closure(opt))
+    assert opt.mask.cost == 1.48  # (1.5 + 0.1 + 0.25) / 1.25, not 1 + (0.1 + 0.1) / 1.25 as from "3"
+    assert opt.mask.full == 0.5  # 0.26 / 0.52
+    assert repr(opt.mask).endswith(" cut before '8', full=0.5")
+
+
+def test_frozen_weights_stay():
+    t = task()
+    opt = sam(t.model, cut="3", momentum_rho=0.4)
+    for _ in range(2):
+        opt.step(t.closure(opt))
+    t.model[0].requires_grad_(False)
+    before, seen = weights(t.model[0]), []
+
+    def closure():
+        seen.append(weights(t.model[0]))
+        return t.closure(opt)()
+
+    opt.step(closure)
+    assert all(same(s, before) for s in seen)
+
+
+def test_a_momentum_of_another_name_is_missed():
+    class Own(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            for state in self.state.values():
+                if "momentum_buffer" in state:
+                    state["speed"] = state.pop("momentum_buffer")
+
+    t = task()
+    opt = SAM(t.model.parameters(), Own, mask=BudgetMask(t.model, cut="3", momentum_rho=0.4), lr=0.1, momentum=0.9)
+    opt.step(t.closure(opt))
+    before = weights(t.model)
+    message = "^momentum_rho finds no momentum in the base optimizer's state, which has speed: it must be called "
+    with pytest.raises(RuntimeError, match=message + "momentum_buffer or exp_avg$"):
+        opt.step(t.closure(opt))
+    assert same(weights(t.model), before)
+
+
+def test_a_group_without_momentum_is_refused():
+    t = task()
+    base = torch.optim.SGD(t.model[3:].parameters(), lr=0.1, momentum=0.9)
+    opt = SAM.wrap(base, mask=BudgetMask(t.model, cut="3", momentum_rho=0.4))
+    with pytest.raises(ValueError, match=r"but SGD has none in parameter group 1$"):
+        opt.add_param_group({"params": list(t.model[:3].parameters()), "momentum": 0.0})
+    assert len(opt.param_groups) == 1

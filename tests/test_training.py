@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import sparsam
 from cases import same
 from sparsam.training import Trainer, load_recipe, resume, train
 from sparsam.training.build import build_loader, build_network
@@ -416,19 +418,17 @@ def test_a_measured_cut_is_told_and_kept(tmp_path):
 
 
 def test_seeds_share_what_the_first_has_measured(tmp_path, monkeypatch):
-    """Whatever the clock says, the budget buys full steps only."""
-    settings = ["mask.cut=", "mask.full=0", "mask.budget=1000", "train.epochs=1"]
-    told = train(recipe("ssam-c", *settings), tmp_path / "one", device=CPU)
-    assert (told["cut"], told["full"]) in {
-        ("head.2", 1.0),
-        ("head.2", 0.0),
-    }  # 0 if a cut step costs more than a full one
-    other = new_run(recipe("ssam-c", *settings, "train.seed=1"), tmp_path / "two", device=CPU)
-    other.use_cut({**told, "full": 0.5})
-    monkeypatch.setattr("sparsam.behind.cut_costs", None)  # not called again
-    summary = other.run()
-    assert (summary["cut"], summary["full"]) == ("head.2", 0.5)
-    assert summary["perturbed"] == pytest.approx(0.5 + 0.5 * told["perturbed"]) or told["full"]
+    costs = {sparsam.Cut("layer3", 0.75, 0.4): 1.4, sparsam.Cut("head.2", 0.01, 0.02): 1.1}
+    asked = []
+    monkeypatch.setattr("sparsam.behind.cut_costs", lambda *_, **__: asked.append(1) or costs)
+    shutil.copy(ROOT / "recipes/digits-sgd.toml", tmp_path)
+    (tmp_path / "r.toml").write_text('extends = "digits-sgd.toml"\n[sam]\nenabled = true\n[mask]\nkind = "budget"\n')
+    settings = ["mask.budget=1.5", "mask.late=true", "train.epochs=1"]
+    for run in compare_recipes([tmp_path / "r.toml"], seeds=2, output=tmp_path, overrides=settings, device=CPU):
+        summary = RunDirectory(run).summary()
+        assert (summary["cut"], summary["full"]) == ("head.2", 0.444)  # 0.4 / 0.9
+        assert summary["perturbed"] == pytest.approx(0.444 + 0.556 * 650 / 77_754)
+    assert len(asked) == 1
 
 
 def test_the_share_of_perturbed_weights_counts_full_steps(tmp_path):

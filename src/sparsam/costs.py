@@ -40,7 +40,8 @@ def cut_costs(
     .. math::  1 + \frac{f + \text{weights} \cdot p}{1 + b}
 
     That is an estimate: the first pass of a real step stops right before the cut, and Python has more to do. With a
-    limit, the two passes of real steps are timed, from the earliest cut that may fit on to the first that does.
+    limit, the two passes of real steps are timed, from the earliest cut that may fit on to the first that does. Where
+    what lies before the cut is perturbed as well, all weights count.
 
     Of several timings the shortest counts, since what else a machine does only adds to them; no step costs less than
     one base step, and none more than from an earlier cut. All are rounded to hundredths, which is about as exact as
@@ -51,8 +52,8 @@ def cut_costs(
         closure: One pass, as for an optimizer; it is called several times.
         base: The base optimizer. Its step is timed on a copy.
         device_time: See :func:`sparsam.find_cuts`.
-        limit: What a step may cost.
-        cheapest: Time real steps from the last cut, which costs least, in place of those that may keep a limit.
+        limit: What a step may cost; None: no real step is timed.
+        cheapest: In place of a limit: real steps from the last cut are timed, which costs least.
         everywhere: What lies before the cut is perturbed as well, along the momentum.
     """
     cuts = find_cuts(model, closure, device_time=device_time)
@@ -76,18 +77,26 @@ def cut_costs(
             {cut: 1 + ((cut.step or 0.0) * one_pass + perturbation(cut)) / base_step for cut in cuts}
         )
         _settle(costs)
-        last = next(reversed(costs))
-        for cut, estimate in costs.items():
-            wanted = cut is last if cheapest else limit is not None and estimate <= CLOSE * limit
-            if not wanted:
-                continue
+
+        def measured(cut: Cut) -> float:
             work = _two_passes(model, cut.name, closure)
             work()
             two_passes = min(clock.time(work) for _ in range(TIMINGS))
-            costs[cut] = value_of_rank_zero((two_passes + perturbation(cut) + stepping) / base_step)
+            cost: float = value_of_rank_zero((two_passes + perturbation(cut) + stepping) / base_step)
+            return cost
+
+        if cheapest:
+            least = measured(next(reversed(costs)))
+            costs = {cut: max(cost, least) for cut, cost in costs.items()}  # none costs less than what was measured
+            costs[next(reversed(costs))] = least
             _settle(costs)
-            if limit is not None and costs[cut] <= limit:
-                break
+            return costs
+        for cut, estimate in costs.items():
+            if limit is not None and estimate <= CLOSE * limit:
+                costs[cut] = measured(cut)
+                _settle(costs)
+                if costs[cut] <= limit:
+                    break
     return costs
 
 

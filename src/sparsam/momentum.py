@@ -24,8 +24,8 @@ def check_momentum(base: Optimizer) -> None:
     for i, group in enumerate(base.param_groups):
         if not group.get("momentum") and not group.get("betas", (0,))[0]:
             raise ValueError(
-                f"momentum_rho needs a base optimizer with momentum, but {type(base).__name__} has none in parameter "
-                f"group {i}: give it momentum=0.9, or leave momentum_rho out"
+                f"momentum_rho needs a base optimizer with momentum, such as SGD with momentum=0.9 or AdamW, but "
+                f"{type(base).__name__} has none in parameter group {i}"
             )
 
 
@@ -39,14 +39,19 @@ def perturb_along_momentum(
     """Add eps to the weights in place; return what :func:`sparsam.perturbation.restore` needs to take it back.
 
     Args:
-        params: The weights. Those without a momentum, as all are before the first step, stay as they are.
+        params: The weights. Frozen ones stay, and those without a momentum, as all are before the first step.
         state: The base optimizer's.
         rho: The radius.
         adaptive: Scale as ASAM does, with v in place of the gradient.
     """
-    found = [(p, state[p].get(name)) for p in params if p in state for name in BUFFERS]
-    moving = {p: v for p, v in found if isinstance(v, Tensor)}
-    if not moving or not rho:
+    trained = [p for p in params if p.requires_grad and state.get(p)]
+    moving = {p: state[p][name] for p in trained for name in BUFFERS if isinstance(state[p].get(name), Tensor)}
+    if trained and not moving:
+        raise RuntimeError(
+            f"momentum_rho finds no momentum in the base optimizer's state, which has {', '.join(state[trained[0]])}: "
+            f"it must be called {' or '.join(BUFFERS)}"
+        )
+    if not moving:
         return []
     everything, rhos = [True] * len(moving), [-rho] * len(moving)
     return perturb(list(moving), list(moving.values()), everything, rhos, adaptive=adaptive, guard=False)

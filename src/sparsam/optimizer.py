@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from sparsam.behind import BehindCut
 from sparsam.checks import check_rho
 from sparsam.distributed import of_rank_zero
-from sparsam.masks import BudgetMask, DenseMask, Mask, StepKind
+from sparsam.masks import DenseMask, Mask, StepKind
 from sparsam.masks.selection import Selection, copied, expand, rewritten, settle
 from sparsam.momentum import check_momentum, perturb_along_momentum
 from sparsam.optimizer_checks import check_arguments, check_base, check_gradients, check_groups, check_state
@@ -134,7 +134,7 @@ class SAM(Optimizer):
             raise TypeError(f"mask must be a sparsam mask or None, but is {mask!r}")
         for i, group in enumerate(base.param_groups):
             check_rho(group.get("rho", rho), f"rho of parameter group {i}")
-        if isinstance(mask, BudgetMask) and mask.momentum_rho:
+        if mask is not None and mask.momentum_rho:
             check_momentum(base)
         rho = _plain(rho)
         self.base_optimizer = base
@@ -183,6 +183,8 @@ class SAM(Optimizer):
         self.base_optimizer.add_param_group({**param_group, "rho": _plain(rho)})
         try:
             check_groups(self.base_optimizer)
+            if self.mask.momentum_rho:
+                check_momentum(self.base_optimizer)
         except ValueError:
             self.param_groups.pop()
             raise
@@ -306,7 +308,10 @@ class SAM(Optimizer):
         super().zero_grad(set_to_none)
 
     def masks(self) -> list[Tensor]:
-        """Return which weights the latest step perturbed: one bool tensor for each parameter, in the groups' order."""
+        """Return which weights the latest step perturbed: one bool tensor for each parameter, in the groups' order.
+
+        What a `momentum_rho` perturbs is not among them.
+        """
         params, _ = self._params_and_rhos()
         begun = self._phase is Phase.PERTURBED or self._phase is Phase.READY
         kind = self.mask.kind(self.steps if begun else max(self.steps - 1, 0))

@@ -186,7 +186,8 @@ def _fold(convolution: nn.Conv2d, norm: nn.BatchNorm2d, inverse_deviation: Tenso
 def traced_and_folded(model: nn.Module) -> tuple[nn.Module, nn.Module] | None:
     """Return two modules that compute what a model in eval mode does: as it does, and with :class:`Folded` parts.
 
-    Both run the model's own modules, whatever these hold at the time. None where there is nothing to fold.
+    Both run the model's own modules, whatever weights and buffers these hold at the time; what else the model's code
+    reads, such as a number among its attributes, is that of now. None where there is nothing to fold.
 
     Args:
         model: Nothing of it changes.

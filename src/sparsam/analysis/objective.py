@@ -27,7 +27,8 @@ class Objective:
     """The mean loss of a model over data that stays on the model's device.
 
     Args:
-        model: Any module. Its trainable parameters, shared ones once, are the weights w.
+        model: Any module. Its trainable parameters, shared ones once, are the weights w. Only weights and buffers may
+            change while it is looked at.
         loss_fn: `loss_fn(outputs, targets)`, the mean over the batch, or one loss for each sample.
         data: A pair of tensors (inputs, targets), or batches of such pairs: a DataLoader, a list.
         batch_size: How a pair of tensors is cut into batches.

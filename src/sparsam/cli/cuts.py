@@ -86,8 +86,8 @@ def measure(recipe: Recipe, images: Images, device: torch.device, budget: float 
             closure,
             base,
             device_time=_captured(recipe),
-            limit=None if budget is None else step_limit(budget, recipe.mask.full),
-            cheapest=_buys_full_steps(recipe),
+            limit=None if budget is None or recipe.mask.buys_full_steps else step_limit(budget, recipe.mask.full),
+            cheapest=recipe.mask.buys_full_steps,
             everywhere=recipe.mask.momentum_rho > 0,
         )
     except RuntimeError as error:  # what torch says of images too small for a network, and of too little memory
@@ -104,7 +104,7 @@ def show(
     if budget is not None:
         by_name = {cut.name: cost for cut, cost in costs.items()}
         try:
-            if _buys_full_steps(recipe):
+            if recipe.mask.buys_full_steps:
                 chosen, full = choose_full(by_name, budget)
             else:
                 chosen = choose_cut(by_name, budget, full)
@@ -125,16 +125,13 @@ def show(
     console.print(_caption(recipe, images, device), style="dim")
     if refusal:
         raise refusal
-    example = chosen or min(costs, key=lambda cut: abs(costs[cut] - USUAL_COST)).name  # about 1.25
+    usual = min(costs, key=lambda cut: abs(costs[cut] - USUAL_COST)).name  # about 1.25
+    example = recipe.mask.cut or chosen or usual
     console.print("To perturb only what lies behind a cut, and to compute nothing before it twice:")
-    others = f", full={full:g}, total_steps=STEPS" if chosen and recipe.mask.late else ""
-    others += f", momentum_rho={recipe.mask.momentum_rho:g}" if recipe.mask.momentum_rho else ""
+    options = {"full": full, "full_rho": full and recipe.mask.full_rho, "momentum_rho": recipe.mask.momentum_rho}
+    others = "".join(f", {name}={value:g}" for name, value in options.items() if value)
+    others += ", total_steps=STEPS" if full and recipe.mask.late else ""
     console.print(f'  BudgetMask(model, cut="{example}"{others})', soft_wrap=True)
-
-
-def _buys_full_steps(recipe: Recipe) -> bool:
-    """Return whether a budget buys as many full steps as it can, at the end of training."""
-    return recipe.mask.late and not recipe.mask.full
 
 
 def _caption(recipe: Recipe, images: Images, device: torch.device) -> str:

@@ -48,6 +48,9 @@ class Mask(ABC):
     cut: str | None = None
     """The module whose input is the first that any step is cut at, if the mask cuts: only what lies behind is its."""
 
+    momentum_rho: float | None = None
+    """How far some step perturbs what lies before its cut along the momentum, which the base optimizer must have."""
+
     norm: str = "whole"
     """Whose norm a perturbation is divided by: the "whole" gradient's, or that of the part that is "perturbed"."""
 
@@ -63,7 +66,8 @@ class Mask(ABC):
 
         Args:
             params: The parameters that require a gradient, in the optimizer's order. Their `.grad` is the
-                gradient of the first pass, at w (None where there is none).
+                gradient of the first pass, at w (None where there is none; with a `momentum_rho`, w is already
+                perturbed before the cut).
             step: How many optimizer steps were taken before this one.
             previous: What was selected before; None at the first time.
         """

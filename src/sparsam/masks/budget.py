@@ -30,8 +30,8 @@ class BudgetMask(Mask):
 
     .. math::  \epsilon = \rho\,\frac{g}{\lVert g_{behind}\rVert_2}\odot m
 
-    With `total_steps` the full steps come last, all in a row, where they do the most for the minimum that is found. The
-    budget then buys as many of them as it can, and the others are cut where that costs least.
+    With `total_steps` the full steps come last, all in a row. The budget then buys as many of them as it can, and the
+    others are cut where that costs least.
 
     Args:
         model: The network that is trained; in distributed training the DistributedDataParallel around it.
@@ -41,9 +41,9 @@ class BudgetMask(Mask):
             many as the budget allows.
         full_rho: The radius of those steps; None: the groups' rho, as in all others.
         total_steps: How many steps training has. Full steps are then the last ones; None: evenly spread.
-        momentum_rho: In steps that are cut, what lies before the cut is perturbed too, in both passes and for free: by
-            so much along the base optimizer's momentum v, :math:`-\rho_m v / \lVert v \rVert_2` (Momentum-SAM); None:
-            it is not.
+        momentum_rho: In steps that are cut, what lies before the cut is perturbed too, in both passes: by so much along
+            the base optimizer's momentum v, :math:`-\rho_m v / \lVert v \rVert_2`, which takes no pass of its own
+            (Momentum-SAM); None: it is not.
         norm: What the perturbation is divided by. "perturbed": the norm of the gradient behind the cut. "whole": that
             of the whole gradient, estimated from the ratio of the two in the step before.
         within: A mask that selects among the weights behind the cut; None: all of them are perturbed.
@@ -76,7 +76,10 @@ class BudgetMask(Mask):
         if total_steps is not None:
             check_whole("total_steps", total_steps)
             if full is None and cut is not None:
-                raise ValueError(f"full must be given where a cut is named, for nothing is measured at {cut!r}")
+                raise ValueError(
+                    f"total_steps must come with full where a cut is named: nothing is measured at {cut!r}, so the "
+                    f"budget cannot buy full steps"
+                )
         self.by_budget = full is None and total_steps is not None  # whether the share of full steps is
         full = float(full or 0.0)
         for name, radius in (("full_rho", full_rho), ("momentum_rho", momentum_rho)):
@@ -84,7 +87,10 @@ class BudgetMask(Mask):
                 check_rho(radius, name)
         for name, given in (("full_rho is the radius", full_rho), ("total_steps is the place", total_steps)):
             if given is not None and not full and not self.by_budget:
-                raise ValueError(f"{name} of full steps, but full is 0: there are none")
+                raise ValueError(
+                    f"{name} of full steps, but full is 0: there are none"
+                    + (" (leave full out, and the budget buys some)" if name.startswith("total") else "")
+                )
         check_choice("norm", norm, NORMS)
         if within is not None and (not isinstance(within, Mask) or isinstance(within, BudgetMask)):
             raise TypeError(f"within must be a mask of another kind, but is a {type(within).__name__}")
@@ -135,15 +141,17 @@ class BudgetMask(Mask):
         }
 
     def __repr__(self) -> str:
-        measured = f" cut before {self.cut!r}" if self.cut is not None and self.named_cut is None else ""
-        return super().__repr__() + measured
+        if self.cut is None or self.named_cut is not None:
+            return super().__repr__()
+        bought = f", full={self.full:g}" if self.by_budget else ""
+        return f"{super().__repr__()} cut before {self.cut!r}{bought}"
 
     def kind(self, step: int) -> StepKind:
         """Return whether a step is a full one: the last ones are, or of the first n steps floor(n * full)."""
         if self.total_steps is None:
             full = math.floor((step + 1) * self.full) > math.floor(step * self.full)
         else:
-            full = step >= self.total_steps - round(self.full * self.total_steps)
+            full = step >= self.total_steps - math.floor(self.full * self.total_steps + 1e-6)
         if full:
             return StepKind(everything=True, rho=self.full_rho)
         return StepKind(cut=self.cut, momentum_rho=self.momentum_rho)
@@ -202,7 +210,7 @@ def choose_cut(costs: dict[str, float], budget: float, full: float = 0.0) -> str
             "the model has no cut that can be seen: nothing of a step could be left out (is it compiled as a whole? "
             "then compile its blocks instead; does the closure run another model than the mask's?)"
         )
-    cheapest = min(means, key=lambda cut: means[cut])
+    cheapest = min(reversed(means), key=lambda cut: means[cut])
     raise ValueError(
         f"budget must be at least {math.ceil(1000 * means[cheapest]) / 1000:g}, the mean step's cost at the cheapest "
         f"cut, {cheapest!r}" + (f", with full={full:g}" if full else "") + f", but is {budget:g}"
@@ -224,5 +232,6 @@ def choose_full(costs: dict[str, float], budget: float) -> tuple[str, float]:
     choose_cut(costs, budget)  # or its error, where nothing fits
     cheapest = min(reversed(costs), key=lambda cut: costs[cut])
     cost = costs[cheapest]
-    share = (budget - cost) / (FULL_COST - cost) if cost < FULL_COST else 0.0
-    return cheapest, min(1.0, math.floor(1000 * share + 1e-6) / 1000)
+    if budget >= FULL_COST:
+        return cheapest, 1.0
+    return cheapest, math.floor(1000 * (budget - cost) / (FULL_COST - cost) + 1e-6) / 1000

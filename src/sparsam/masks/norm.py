@@ -48,5 +48,8 @@ class NormMask(Mask):
         normalisation = self._parameters()
         chosen: Selection = [p in normalisation for p in params]
         if not any(chosen):
-            raise ValueError("NormMask's model shares no trainable normalisation layer with the optimizer")
+            raise ValueError(
+                "NormMask's model shares no trainable normalisation layer with the optimizer, or none lies behind the "
+                "cut of the BudgetMask around it"
+            )
         return chosen

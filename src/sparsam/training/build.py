@@ -79,7 +79,7 @@ def build_mask(recipe: Recipe, model: nn.Module, loader: Loader, kind: str = "")
             model,
             budget=settings.budget,
             cut=settings.cut or None,
-            full=(settings.full or None) if settings.late else settings.full,  # or as many as the budget allows
+            full=None if settings.buys_full_steps else settings.full,
             full_rho=settings.full_rho or None,
             total_steps=recipe.train.epochs * loader.steps if settings.late else None,
             momentum_rho=settings.momentum_rho or None,

@@ -119,6 +119,11 @@ class Mask:
     norm: str = _one_of("perturbed", ("perturbed", "whole"))
     within: str = _one_of("", WITHIN)
 
+    @property
+    def buys_full_steps(self) -> bool:
+        """Whether a budget buys as many full steps as it can, at the end of training."""
+        return self.kind == "budget" and self.late and not self.full
+
 
 @dataclass(frozen=True)
 class Train:
@@ -269,8 +274,12 @@ def _check_together(recipe: Recipe) -> None:
             raise RecipeError("train.precision must be fp32 or bf16 for mask.kind = budget: fp16 steps have no closure")
         if not mask.cut and 1 + mask.full > mask.budget:
             raise RecipeError(f"mask.budget must be above 1 + mask.full, {1 + mask.full:g}, but is {mask.budget:g}")
-        if mask.late and mask.cut and not mask.full:
+        if mask.buys_full_steps and mask.cut:
             raise RecipeError(f"mask.full must be above 0 for mask.late with a named cut, {mask.cut!r}, but is 0")
+        if mask.full_rho and not mask.full and not mask.late:
+            raise RecipeError(
+                "mask.full_rho is the radius of full steps, but mask.full is 0: leave it out, or set it to 0"
+            )
         if mask.momentum_rho and recipe.optimizer.name == "sgd" and not recipe.optimizer.momentum:
             raise RecipeError("optimizer.momentum must be above 0 for mask.momentum_rho, but is 0")
     unused = [key for key in ("crop_padding", "flip", "cutout") if getattr(recipe.data, key)]

@@ -106,7 +106,7 @@ class Trainer:
         text = f"perturbed is what lies behind the cut before {mask.cut!r}"
         if mask.cost:
             text += f", where a step was measured to cost {mask.cost:.2f} base steps"
-        if mask.by_budget:
+        if mask.by_budget and mask.full:
             text += f", and in the last {100 * mask.full:.3g} % of the steps everything"
         self.progress.remark(text)
 
