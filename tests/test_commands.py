@@ -75,7 +75,10 @@ def test_compare_refuses_another_recipe_in_the_same_place(compared):
     output, _, recipes = compared
     new = "recipes/digits-sam.toml"
     done = sparsam("compare", new, recipes[0], "--seeds", 3, "--output", output, "--device", "cpu", code=1)
-    assert re.search("error: .*digits-.*-seed0 holds a run of another recipe", done.stderr)
+    assert re.search(
+        "error: .*digits-.*-seed0 holds a run of another recipe, which differs in train.epochs, train.deterministic; choose",
+        done.stderr,
+    )
     assert not (output / "digits-sam-seed2").exists()  # refused before anything was trained
 
 

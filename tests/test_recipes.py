@@ -79,6 +79,15 @@ def test_refused(override, message):
         ("[data]\nname = 'imagefolder'\nresize = 100", "data.resize must be at least data.image_size, 224, but is 100"),
         ("[mask]\nkind = 'budget'\nfull = 0.5", "mask.budget must be above 1 + mask.full, 1.5, but is 1.25"),
         (
+            "[mask]\nkind = 'fisher'\nlate = true",
+            "mask.late has a meaning for mask.kind = budget only, but that is fisher",
+        ),
+        (
+            "[mask]\nmomentum_rho = 1.0",
+            "mask.momentum_rho has a meaning for mask.kind = budget only, but that is dense",
+        ),
+        ("[mask]\nkind = 'budget'\nfull_rho = 1.0", "mask.full_rho is the radius of full steps, but mask.full is 0"),
+        (
             "[mask]\nkind = 'budget'\ncut = 'head'\nlate = true",
             "mask.full must be above 0 for mask.late with a named cut, 'head', but is 0",
         ),

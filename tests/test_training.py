@@ -411,7 +411,9 @@ def test_a_measured_cut_is_told_and_kept(tmp_path):
     assert summary["perturbed"] == 1.0
     (remark,) = set(told)
     assert re.match(
-        r"perturbed is what lies behind the cut before 'stem', where a step was measured to cost \d", remark
+        r"perturbed is what lies behind the cut before 'stem' \(and what lies before it along the momentum, by 0.5\), "
+        r"where a step was measured to cost \d",
+        remark,
     )
     saved = load_checkpoint(tmp_path / "run" / "checkpoints" / "last.pt", CPU)
     assert saved["optimizer"]["sparsam"]["behind"]["cut"] == "stem"
@@ -427,16 +429,32 @@ def test_seeds_share_what_the_first_has_measured(tmp_path, monkeypatch):
     for run in compare_recipes([tmp_path / "r.toml"], seeds=2, output=tmp_path, overrides=settings, device=CPU):
         summary = RunDirectory(run).summary()
         assert (summary["cut"], summary["full"]) == ("head.2", 0.444)  # 0.4 / 0.9
-        assert summary["perturbed"] == pytest.approx(0.444 + 0.556 * 650 / 77_754)
+        assert summary["perturbed"] == pytest.approx(5 / 12 + 7 / 12 * 650 / 77_754)  # of 12 steps
     assert len(asked) == 1
 
 
 def test_the_share_of_perturbed_weights_counts_full_steps(tmp_path):
-    summary = train(recipe("ssam-c", "train.epochs=1"), tmp_path / "run", device=CPU)
+    """The last quarter of the steps is full: the second half of the second epoch."""
+    summary = train(recipe("ssam-c", "mask.full_rho=0.3"), tmp_path / "run", device=CPU)
     model = build_network(recipe("ssam-c"), build_loader(recipe("ssam-c"), CPU), CPU)
     sizes = {name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()}
     behind = (sizes["layer3"] + sizes["head"]) / sum(sizes.values())
+    first, second = RunDirectory(tmp_path / "run").metrics()
+    assert first["perturbed"] == pytest.approx(behind)
+    assert first["mask_density"]["layer2.0"] == 0
+    assert second["perturbed"] == pytest.approx(0.5 * behind + 0.5)
+    assert second["mask_density"]["layer2.0"] == 0.5
+    assert (first["rho"], second["rho"]) == (0.05, 0.05)
     assert summary["perturbed"] == pytest.approx(0.75 * behind + 0.25)
+
+
+def test_an_epoch_of_full_steps_says_so(tmp_path):
+    """And its time counts for what it is, with the epochs of its kind."""
+    summary = train(recipe("ssam-c", "mask.full=0.5", "mask.full_rho=0.3"), tmp_path / "run", device=CPU)
+    first, second = RunDirectory(tmp_path / "run").metrics()
+    assert (first["rho"], second["rho"]) == (0.05, 0.3)
+    assert second["perturbed"] == 1
+    assert summary["step_ms"] == pytest.approx((first["step_ms"] + second["step_ms"]) / 2)
 
 
 def test_how_far_a_mask_moves(tmp_path):

@@ -156,14 +156,14 @@ class BehindCut:
         """Return what a resumed run needs: plain values and a tensor."""
         share = None if self.norm_share is None else self.norm_share.clone()
         before = {cut: list(b) for cut, b in self.before.items()}
-        full = self.mask.full if isinstance(self.mask, BudgetMask) else 0.0
-        return {"cut": self.mask.cut, "full": full, "before": before, "norm_share": share}
+        chosen = {"full": self.mask.full, "cost": self.mask.cost} if isinstance(self.mask, BudgetMask) else {}
+        return {"cut": self.mask.cut, **chosen, "before": before, "norm_share": share}
 
     def load(self, state: dict[str, Any], device: torch.device) -> None:
         """Load what :meth:`state` returned."""
         self.mask.cut = state.get("cut", self.mask.cut)
         if isinstance(self.mask, BudgetMask):
-            self.mask.full = state.get("full", self.mask.full)
+            self.mask.full, self.mask.cost = state.get("full", self.mask.full), state.get("cost")
         self.before = {cut: list(b) for cut, b in state.get("before", {}).items()}
         share = state.get("norm_share")
         self.norm_share = None if share is None else share.to(device)

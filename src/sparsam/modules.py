@@ -22,7 +22,8 @@ def get_module(model: nn.Module, name: str) -> nn.Module:
     modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     if not isinstance(name, str) or name not in modules or not name:
         given = repr(name) if isinstance(name, (str, int)) else f"a {type(name).__name__}"
-        close = difflib.get_close_matches(str(name), modules, 3) or [n for n in modules if n][:8]
+        names = [n for n in modules if n]
+        close = difflib.get_close_matches(str(name), names, 3) or names[:8]
         raise ValueError(
             f"cut must be the name of a module, such as {', '.join(map(repr, close))}, but is {given}; "
             f"find_cuts(model, closure) and `sparsam cuts` list what can be cut"

@@ -55,7 +55,10 @@ def load_objective(
 
 def run_mask(run: str | Path, objective: Objective) -> Selection | None:
     """Return which weights of the objective the run perturbed last; None if it perturbed all, or none."""
-    saved = load_checkpoint(RunDirectory(run).last, objective.device)["optimizer"]
+    directory = RunDirectory(run)
+    if directory.recipe().mask.late:
+        return None  # its last steps perturbed everything
+    saved = load_checkpoint(directory.last, objective.device)["optimizer"]
     selection = saved.get("sparsam", {}).get("selection")
     if selection is None or all(m is True for m in selection):
         return None

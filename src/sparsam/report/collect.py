@@ -17,6 +17,7 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from sparsam.report.record import Record, ReportError, is_number, read_text, shown
+from sparsam.step_time import step_time
 
 ABOUT = re.compile(r" \(\d+ images.*\)$")  # what a column of sharpness was measured over
 
@@ -185,6 +186,13 @@ class Method:
     def rho(self) -> tuple[float, ...]:
         """The radius; empty without SAM, more than one value where the recipes differ."""
         return tuple(dict.fromkeys(run.recipe["sam"]["rho"] for run in self.runs if run.recipe["sam"]["enabled"]))
+
+    @property
+    def other_radii(self) -> tuple[str, ...]:
+        """The radii of full steps and of the momentum, where there are some."""
+        masks = [run.recipe["mask"] for run in self.runs if run.recipe["mask"]["kind"] == "budget"]
+        words = {"full_rho": "full steps", "momentum_rho": "momentum"}
+        return tuple(dict.fromkeys(f"{words[key]} {mask[key]:g}" for key in words for mask in masks if mask.get(key)))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -386,9 +394,9 @@ def _with_metrics(run: Run) -> Run:
         accuracy=last.test_accuracy,
         best_accuracy=best.test_accuracy,
         best_epoch=best.epoch,
-        step_ms=median(epoch.step_ms for epoch in run.metrics),
+        step_ms=step_time((epoch.step_ms, epoch.perturbed) for epoch in run.metrics),
         seconds=last.elapsed,
-        perturbed=last.perturbed,
+        perturbed=None if last.perturbed is None else fmean(epoch.perturbed or 0.0 for epoch in run.metrics),
     )
 
 

@@ -82,7 +82,7 @@ def _row(method: Method, methods: Sequence[Method], further: Sequence[str]) -> t
         Cell(_scaled(memory, 1, ",.0f")),
         Cell(duration(seconds.mean) if seconds else NONE),
         Cell(_values(method.weight_decay)),
-        Cell(_values(method.rho)),
+        Cell(_values(method.rho), ", ".join(method.other_radii)),
         *(Cell(_spread(method.extra.get(label), 1, ".3g", ".2g")) for label in further),
     )
 

@@ -12,7 +12,7 @@ import torch
 
 from sparsam.randomness import random_state, set_random_state
 from sparsam.training.progress import Progress
-from sparsam.training.recipe import Recipe, RecipeError, load_recipe
+from sparsam.training.recipe import BUDGET_KEYS, Recipe, RecipeError, load_recipe
 from sparsam.training.rundir import RunDirectory
 from sparsam.training.trainer import Interrupted, Trainer, new_run, old_run, stopping_on_signals
 
@@ -36,7 +36,7 @@ def compare_recipes(
         seeds: How many runs of each, with seeds 0, 1, ...
         output: Where the runs are written, as NAME-seedN.
         overrides: `key=value`, for all runs that they concern: those of `mask` go to recipes with a sparse mask only,
-            those of `sam` to recipes with SAM.
+            those of a budget to recipes with one, those of `sam` to recipes with SAM.
         device: Where to train.
         at_once: How many runs take turns on the device, a step each; on a GPU they overlap, on streams of their own.
             Their step times and memory would not be those of a run alone, so summaries of such runs have none.
@@ -48,7 +48,11 @@ def compare_recipes(
             recipe = load_recipe(file, [*_concerned(file, overrides or []), f"train.seed={seed}"])
             path = output / f"{recipe.name}-seed{seed}"
             if (path / "recipe.json").is_file() and RunDirectory(path).recipe() != recipe:
-                raise RecipeError(f"{path} holds a run of another recipe; choose another --output or delete it")
+                others = ", ".join(_differences(RunDirectory(path).recipe(), recipe))
+                raise RecipeError(
+                    f"{path} holds a run of another recipe, which differs in {others}; choose another --output or "
+                    f"delete it"
+                )
             planned.append((recipe, path))
     if at_once > 1 and len({recipe.train.deterministic for recipe, _ in planned}) > 1:
         raise RecipeError("runs at once must agree in train.deterministic, which holds for the whole process")
@@ -135,8 +139,18 @@ def _stream(device: torch.device) -> torch.cuda.Stream | None:
     return stream
 
 
+def _differences(one: Recipe, other: Recipe) -> list[str]:
+    tables = {table: values for table, values in one.to_dict().items() if isinstance(values, dict)}
+    theirs = other.to_dict()
+    return [f"{table}.{key}" for table, own in tables.items() for key in own if own[key] != theirs[table][key]]
+
+
 def _concerned(file: Path, overrides: Sequence[str]) -> list[str]:
-    """Return the overrides that concern a recipe: SGD has no rho, and SAM no sparsity."""
+    """Return the overrides that concern a recipe: SGD has no rho, SAM no sparsity, and only SSAM-C a cut."""
     recipe = load_recipe(file)
-    absent = () if recipe.mask.kind != "dense" else ("mask.",) if recipe.sam.enabled else ("mask.", "sam.")
+    absent: tuple[str, ...] = ()
+    if recipe.mask.kind == "dense":
+        absent = ("mask.",) if recipe.sam.enabled else ("mask.", "sam.")
+    elif recipe.mask.kind != "budget":
+        absent = tuple(f"mask.{key}=" for key in BUDGET_KEYS)
     return [override for override in overrides if not override.startswith(absent)]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 MASKS = ("dense", "random", "fisher", "dynamic", "norm", "budget")
+BUDGET_KEYS = ("budget", "cut", "full", "full_rho", "late", "momentum_rho", "norm", "within")
 WITHIN = ("", "random", "fisher", "dynamic", "norm")
 OPTIMIZERS = ("sgd", "adam", "adamw")
 DATA = ("digits", "cifar10", "cifar100", "imagefolder")
@@ -269,6 +270,9 @@ def _check_together(recipe: Recipe) -> None:
     if not recipe.sam.enabled and recipe.mask != Mask():
         raise RecipeError("mask has no meaning where sam.enabled is false; leave the table out")
     mask = recipe.mask
+    for key in BUDGET_KEYS:
+        if mask.kind != "budget" and getattr(mask, key) != getattr(Mask(), key):
+            raise RecipeError(f"mask.{key} has a meaning for mask.kind = budget only, but that is {mask.kind}")
     if recipe.sam.enabled and mask.kind == "budget":
         if recipe.train.precision == "fp16":
             raise RecipeError("train.precision must be fp32 or bf16 for mask.kind = budget: fp16 steps have no closure")

@@ -24,6 +24,7 @@ from sparsam.extras import need
 from sparsam.graphs import CapturedStep
 from sparsam.masks import BudgetMask
 from sparsam.optimizer import SAM
+from sparsam.step_time import step_time
 from sparsam.training.build import build_loader, build_loss, build_network, build_optimizer
 from sparsam.training.checkpoint import load_checkpoint, save_checkpoint
 from sparsam.training.environment import describe_environment
@@ -104,6 +105,8 @@ class Trainer:
     def _tell_cut(self, mask: BudgetMask) -> None:
         """Say what was chosen."""
         text = f"perturbed is what lies behind the cut before {mask.cut!r}"
+        if mask.momentum_rho:
+            text += f" (and what lies before it along the momentum, by {mask.momentum_rho:g})"
         if mask.cost:
             text += f", where a step was measured to cost {mask.cost:.2f} base steps"
         if mask.by_budget and mask.full:
@@ -245,9 +248,12 @@ class Trainer:
         if self.device.type == "cuda":
             self.peak_memory_mb = torch.cuda.max_memory_reserved(self.device) / 2**20  # of training, not of evaluation
         loss, accuracy, _ = self.evaluate()
-        shares = mask_density(self.opt, self.model) if isinstance(self.opt, SAM) else None
+        sam = self.opt if isinstance(self.opt, SAM) else None
+        kinds = [sam.mask.kind(self.epoch * self.loader.steps + i) for i in range(self.loader.steps)] if sam else []
+        full = sum(kind.everything for kind in kinds) / self.loader.steps
+        shares = mask_density(sam, self.model, full) if sam else None
         params = [p for group in self.opt.param_groups for p in group["params"]]
-        selection = self.opt.selection if isinstance(self.opt, SAM) else None
+        rho = None if sam is None else float(sam.param_groups[0]["rho"])
         return {
             "epoch": self.epoch + 1,
             "steps": (self.epoch + 1) * self.loader.steps,
@@ -255,14 +261,14 @@ class Trainer:
             "test_loss": loss,
             "test_accuracy": accuracy,
             "lr": self._lr(self.loader.steps - 1),
-            "rho": float(self.opt.param_groups[0]["rho"]) if isinstance(self.opt, SAM) else None,
+            "rho": kinds[-1].rho if full == 1 and kinds[-1].rho is not None else rho,
             "seconds": self.seconds,
             "elapsed": self.elapsed + self.seconds,
             "step_ms": 1000 * self.seconds / self.loader.steps,
             "peak_memory_mb": self.peak_memory_mb,
             "perturbed": shares.pop("") if shares else None,
             "mask_density": shares,
-            **self.mask_history.add(selection, params),
+            **self.mask_history.add(sam.selection if sam else None, params),
         }
 
     def _next_epoch(self, metrics: dict[str, Any]) -> None:
@@ -282,6 +288,8 @@ class Trainer:
 
     def _summary(self) -> dict[str, Any]:
         epochs = self.directory.metrics()
+        shares = [m["perturbed"] for m in epochs if m["perturbed"] is not None]
+        perturbed = statistics.fmean(shares) if shares else None
         return {
             "name": self.recipe.name,
             "method": self.recipe.method,
@@ -291,13 +299,13 @@ class Trainer:
             "best_accuracy": self.best["accuracy"],
             "best_epoch": self.best["epoch"],
             "evaluated_on": self.recipe.evaluated_on,
-            "step_ms": None if self.shared else statistics.median(m["step_ms"] for m in epochs),
+            "step_ms": None if self.shared else step_time((m["step_ms"], m["perturbed"]) for m in epochs),
             "seconds": None if self.shared else epochs[-1]["elapsed"],
             "peak_memory_mb": None if self.shared else epochs[-1]["peak_memory_mb"],
-            "perturbed": epochs[-1]["perturbed"],
+            "perturbed": perturbed,
             "cut": self.budget_mask.cut if self.budget_mask else None,
             "full": self.budget_mask.full if self.budget_mask else None,
-            "theoretical_flops": theoretical_flops(epochs[-1]["perturbed"]),
+            "theoretical_flops": theoretical_flops(perturbed),
             "extra": {},
         }
 
@@ -404,9 +412,14 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def mask_density(opt: SAM, model: torch.nn.Module) -> dict[str, float]:
-    """Return the share of the weights of each block of the model that a mean step perturbs, and under "" of all."""
-    full = opt.mask.full if isinstance(opt.mask, BudgetMask) else 0.0  # of all steps, also where they come last
+def mask_density(opt: SAM, model: torch.nn.Module, full: float) -> dict[str, float]:
+    """Return the share of the weights of each block of the model that a mean step perturbs, and under "" of all.
+
+    Args:
+        opt: With the mask.
+        model: With the blocks.
+        full: The share of the steps that perturb everything.
+    """
     chosen: dict[str, Any] = {}
     total: dict[str, int] = {}
     names = {p: ".".join(name.split(".")[:2]) for name, p in model.named_parameters()}
