@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from sparsam import SAM, BudgetMask
 from sparsam.cli import cuts
 from sparsam.costs import _settle, cut_costs
 from sparsam.cuts import Cut
@@ -110,8 +111,13 @@ def test_a_budget_that_nothing_fits_is_refused_below_the_table():
 def test_costs_are_rounded_to_what_is_shown():
     model = nn.Sequential(*(nn.Sequential(nn.Linear(50, 50), nn.Tanh()) for _ in range(4)))
     base = torch.optim.SGD(model.parameters())
+    opt = SAM.wrap(base, mask=BudgetMask(model))
+
+    def closure():
+        model(torch.ones(99, 50)).sum().backward()
+
     for limit in (None, 1.9):  # estimates, and real steps
-        costs = cut_costs(model, lambda: model(torch.ones(99, 50)).sum().backward(), base, limit=limit)
+        costs = cut_costs(model, closure, base, lambda cut: opt.rehearsal(closure, cut), limit=limit)
         assert len(costs) > 2
         assert all(cost == round(cost, 2) > 0 for cost in costs.values())
 
@@ -125,7 +131,7 @@ def test_what_a_clock_cannot_mean_is_mended():
 def test_a_network_without_a_cut():
     model = nn.Linear(4, 2)
     base = torch.optim.SGD(model.parameters())
-    costs = cut_costs(model, lambda: model(torch.ones(3, 4)).sum().backward(), base)
+    costs = cut_costs(model, lambda: model(torch.ones(3, 4)).sum().backward(), base, lambda cut: None)
     recipe, images = cuts.load("plain", batch_size=None, precision=None)
     with pytest.raises(ValueError, match="plain has no cut: nothing of a step could be left out"):
         cuts.show(recipe, images, costs, torch.device("cpu"))

@@ -220,7 +220,7 @@ def test_what_was_measured_is_kept(monkeypatch):
     """The costs are given: 1.5 from the first linear layer on, 1.05 from the last."""
     asked = []
 
-    def costs(model, closure, base, **options):
+    def costs(model, closure, base, rehearsal, **options):
         asked.append(options)
         return {sparsam.cuts.Cut("3", 0.9, 0.5): 1.5, sparsam.cuts.Cut("8", 0.1, 0.05): 1.05}
 
@@ -264,9 +264,9 @@ def test_a_measured_cost_counts_also_where_earlier_cuts_were_estimated_to_cost_l
     t = task()
     opt = sam(t.model, budget=1.74, total_steps=100, momentum_rho=0.3)
     opt.step(t.closure(opt))
-    assert opt.mask.cost == 1.48  # (1.5 + 0.1 + 0.25) / 1.25, not 1 + (0.1 + 0.1) / 1.25 as from "3"
-    assert opt.mask.full == 0.5  # 0.26 / 0.52
-    assert repr(opt.mask).endswith(" cut before '8', full=0.5")
+    assert opt.mask.cost == 1.47  # (1.5 + 0.9 * 0.1 + 0.25) / 1.25, not 1 + (0.1 + 0.1) / 1.25 as from "3"
+    assert opt.mask.full == 0.509  # 0.27 / 0.53
+    assert repr(opt.mask).endswith(" cut before '8', full=0.509")
 
 
 def test_frozen_weights_stay():

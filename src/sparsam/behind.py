@@ -132,7 +132,14 @@ class BehindCut:
 
     # ------------------------------------------------------------------------------------------ the choice
 
-    def choose(self, closure: Callable[[], Any], base: Optimizer, *, device_time: bool) -> None:
+    def choose(
+        self,
+        closure: Callable[[], Any],
+        base: Optimizer,
+        rehearsal: Callable[[str], Callable[[], None]],
+        *,
+        device_time: bool,
+    ) -> None:
         """Measure the cuts of a budget, in several calls of the closure, and choose."""
         mask = self.mask
         if not isinstance(mask, BudgetMask) or mask.cut is not None:
@@ -142,6 +149,7 @@ class BehindCut:
             mask.model,
             closure,
             base,
+            rehearsal,
             device_time=device_time,
             limit=limit,
             cheapest=mask.by_budget,

@@ -15,7 +15,6 @@ from sparsam.cuts import Cut, find_cuts
 from sparsam.distributed import value_of_rank_zero
 from sparsam.passes import no_trace
 from sparsam.perturbation import perturb, restore
-from sparsam.replay import Replay
 from sparsam.timing import Clock
 
 TIMINGS = 3
@@ -26,6 +25,7 @@ def cut_costs(
     model: nn.Module,
     closure: Callable[[], Any],
     base: Optimizer,
+    rehearsal: Callable[[str], Callable[[], None]],
     *,
     device_time: bool = False,
     limit: float | None = None,
@@ -40,8 +40,8 @@ def cut_costs(
     .. math::  1 + \frac{f + \text{weights} \cdot p}{1 + b}
 
     That is an estimate: the first pass of a real step stops right before the cut, and Python has more to do. With a
-    limit, the two passes of real steps are timed, from the earliest cut that may fit on to the first that does. Where
-    what lies before the cut is perturbed as well, all weights count.
+    limit, real steps are timed, from the earliest cut that may fit on to the first that does. Where what lies before
+    the cut is perturbed as well, all weights count.
 
     Of several timings the shortest counts, since what else a machine does only adds to them; no step costs less than
     one base step, and none more than from an earlier cut. All are rounded to hundredths, which is about as exact as
@@ -51,6 +51,7 @@ def cut_costs(
         model: The network.
         closure: One pass, as for an optimizer; it is called several times.
         base: The base optimizer. Its step is timed on a copy.
+        rehearsal: Returns, for a cut, what a step from there does before the base optimizer's (:meth:`SAM.rehearsal`).
         device_time: See :func:`sparsam.find_cuts`.
         limit: What a step may cost; None: no real step is timed.
         cheapest: In place of a limit: real steps from the last cut are timed, which costs least.
@@ -79,10 +80,11 @@ def cut_costs(
         _settle(costs)
 
         def measured(cut: Cut) -> float:
-            work = _two_passes(model, cut.name, closure)
+            work = rehearsal(cut.name)
             work()
             two_passes = min(clock.time(work) for _ in range(TIMINGS))
-            cost: float = value_of_rank_zero((two_passes + perturbation(cut) + stepping) / base_step)
+            before = perturbation(cut) - cut.weights * perturbing  # which has no momentum yet
+            cost: float = value_of_rank_zero((two_passes + before + stepping) / base_step)
             return cost
 
         if cheapest:
@@ -129,15 +131,3 @@ def _stepping(base: Optimizer) -> Callable[[], object]:
         return twin.step
     except Exception:  # a base of one's own that no copy works for, or too little memory
         return lambda: None
-
-
-def _two_passes(model: nn.Module, cut: str, closure: Callable[[], Any]) -> Callable[[], None]:
-    replay = Replay(model)
-
-    def work() -> None:
-        with replay.first_pass(cut):
-            closure()
-        with replay.second_pass((), in_full=lambda: None):
-            closure()
-
-    return work

@@ -15,10 +15,12 @@ weights in :mod:`sparsam.masks`, what the two passes share in :mod:`sparsam.pass
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
+from functools import partial
 from typing import Any, Self, overload
 
 import torch
@@ -220,6 +222,12 @@ class SAM(Optimizer):
             self._leave(Phase.READY)
             return self._base_step()
         self._refuse_while_perturbed("step(closure)")
+        self._choose(closure)
+        loss = self._two_passes(closure)
+        self._base_step()
+        return loss
+
+    def _two_passes(self, closure: Closure) -> Any:
         with self._along_momentum(), torch.enable_grad():
             loss = self._first_pass(closure)
             try:
@@ -231,8 +239,37 @@ class SAM(Optimizer):
                         closure()
             finally:
                 self._behind.forget()
-        self._base_step()
         return loss
+
+    def _choose(self, closure: Closure) -> None:
+        """Let a budget measure, before its first step."""
+        self._phase = Phase.FIRST_PASS  # so that the closure's zero_grad() begins no step
+        try:
+            rehearsal = partial(self.rehearsal, closure)
+            with torch.enable_grad():
+                self._behind.choose(closure, self.base_optimizer, rehearsal, device_time=self.captured)
+        finally:
+            self._phase = Phase.IDLE
+
+    def rehearsal(self, closure: Closure, cut: str) -> Callable[[], None]:
+        """Return the two passes of a step from another cut, to be timed: all of the step but the base optimizer's.
+
+        Args:
+            closure: As for :meth:`step`.
+            cut: The module at whose input this optimizer's mask, a BudgetMask, is to cut.
+        """
+        mask: Any = copy.copy(self.mask)
+        mask.cut, mask.full = cut, 0.0
+        model = self._second_pass.model
+        twin = SAM.wrap(self.base_optimizer, mask=mask, adaptive=self.adaptive, model=model)
+
+        @torch.no_grad()
+        def _two_passes() -> None:
+            twin._two_passes(closure)
+            twin._behind.note_norms(twin._params_and_rhos()[0])
+            twin.steps = 1  # from now on the mask is there
+
+        return _two_passes
 
     @contextmanager
     def _along_momentum(self) -> Iterator[None]:
@@ -342,7 +379,6 @@ class SAM(Optimizer):
         self._start()
         self._phase = Phase.FIRST_PASS
         try:
-            self._behind.choose(closure, self.base_optimizer, device_time=self.captured)
             with self._behind.first_pass(self.mask.kind(self.steps)):
                 return closure()
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,9 @@ from rich.table import Table
 
 from sparsam.costs import cut_costs
 from sparsam.cuts import PASSES, WARM_UP, Cut
+from sparsam.masks import BudgetMask
 from sparsam.masks.budget import choose_cut, choose_full, step_limit
+from sparsam.optimizer import SAM
 from sparsam.training import Recipe, load_recipe, recipe_from
 from sparsam.training.build import build_base, build_loss, build_network
 from sparsam.training.environment import processor
@@ -81,10 +84,12 @@ def measure(recipe: Recipe, images: Images, device: torch.device, budget: float 
 
     try:
         base = build_base(recipe, network, captured=False)
+        opt = SAM.wrap(base, mask=BudgetMask(network))
         return cut_costs(
             network,
             closure,
             base,
+            partial(opt.rehearsal, closure),
             device_time=_captured(recipe),
             limit=None if budget is None or recipe.mask.buys_full_steps else step_limit(budget, recipe.mask.full),
             cheapest=recipe.mask.buys_full_steps,
