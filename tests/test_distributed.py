@@ -11,7 +11,7 @@ from torch import distributed as dist
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from cases import BASES, MASKS, same, task
+from cases import BASES, MASKS, NEED_CLOSURES, same, task
 from sparsam import SAM
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch is built without torch.distributed")
@@ -27,8 +27,15 @@ def run(rank: int, folder: str, names: list[str]) -> None:
             t = task()
             model = DistributedDataParallel(t.model)
             cls, arguments = BASES["SGD"]
-            opt = SAM(model.parameters(), cls, rho=0.1, mask=MASKS[name](t), model=t.model, **arguments)
             mine = slice(rank, None, 2)
+            if name in NEED_CLOSURES:
+                part = t._replace(model=model, x=t.x[mine], y=t.y[mine])
+                opt = SAM(model.parameters(), cls, rho=0.1, mask=MASKS[name](part), **arguments)
+                for _ in range(STEPS):
+                    opt.step(part.closure(opt))
+                results[name, synced] = ([p.detach() for p in t.model.parameters()], opt.masks())
+                continue
+            opt = SAM(model.parameters(), cls, rho=0.1, mask=MASKS[name](t), model=t.model, **arguments)
             for _ in range(STEPS):
                 opt.zero_grad()
                 if synced:  # one perturbation, by the gradient of the whole batch

@@ -150,9 +150,10 @@ def test_a_base_without_momentum_is_refused(base, arguments):
         SAM(t.model.parameters(), base, mask=BudgetMask(t.model, cut="3", momentum_rho=0.4), lr=0.1, **arguments)
 
 
-def test_without_a_closure_it_is_refused_and_nothing_changes():
+@pytest.mark.parametrize("options", [{"cut": "3"}, {"budget": 1.5}])
+def test_without_a_closure_it_is_refused_and_nothing_changes(options):
     t = task()
-    opt = sam(t.model, cut="3", momentum_rho=0.4)
+    opt = sam(t.model, **options, momentum_rho=0.4)
     t.loss().backward()
     before = weights(t.model)
     with pytest.raises(RuntimeError, match=r"^momentum_rho perturbs before the first pass, which only step\(closure\)"):

@@ -82,6 +82,11 @@ class BehindCut:
         It is found once; a first pass that took another way later is noticed in its second pass.
         """
         cut = kind.cut
+        if kind.momentum_rho and (self.replay is None or self.replay.recording is None):
+            raise RuntimeError(
+                "momentum_rho perturbs before the first pass, which only step(closure) can do: take steps with a "
+                "closure, or leave momentum_rho out"
+            )
         if isinstance(self.mask, BudgetMask) and self.mask.cut is None and not kind.everything:
             raise RuntimeError(
                 "a budget is measured in step(closure), but this step has no closure: name a cut, as in "
@@ -91,11 +96,6 @@ class BehindCut:
             return
         recorded = self.replay.parameters_before()
         if self.replay.recording is None:
-            if kind.momentum_rho:
-                raise RuntimeError(
-                    "momentum_rho perturbs before the first pass, which only step(closure) can do: take steps with a "
-                    "closure, or leave momentum_rho out"
-                )
             self.replay.warn_two_step()
         if len(self.before.get(cut, [])) != len(params):
             before = parameters_before_by_order(self.replay.model, cut) if recorded is None else recorded
