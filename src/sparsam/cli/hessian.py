@@ -92,9 +92,10 @@ def show(runs: Sequence[Path], results: Sequence[dict[str, Any]], output: Path) 
     weak = [name for name, result in zip(names, results, strict=True) if not result["converged"]]
     if weak:
         console.print(f"Not converged, see the residuals, or take more --products: {', '.join(weak)}", style="yellow")
+    error = " ± its standard error" if all(r["trace_error"] is not None for r in results) else ""
     console.print(
         "Hessian of the training loss, BatchNorm in eval mode. An eigenvalue lies within the residual of each value; "
-        f"the trace is an estimate ± its standard error. Figure: {files[0]}",
+        f"the trace is an estimate{error}. Figure: {files[0]}",
         style="dim",
     )
 
