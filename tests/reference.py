@@ -133,6 +133,18 @@ class Reference:
             p.copy_(torch.from_numpy(values).view(p.shape))
 
 
+class BehindReference(Reference):
+    """Divides by the norm of what is perturbed, as behind a cut."""
+
+    def perturbed(self, w: list[Vector], g: list[Vector], m: list[Vector]) -> list[Vector]:
+        return super().perturbed(w, [gt * mt for gt, mt in zip(g, m, strict=True)], m)
+
+
+def behind_cut(model: nn.Module, cut: int) -> list[Vector]:
+    """Return the mask of a Sequential's parameters from the module with this number on."""
+    return [np.full(p.numel(), int(name.split(".")[0]) >= cut) for name, p in model.named_parameters()]
+
+
 def count(total: int, sparsity: float) -> int:
     return round((1 - sparsity) * total)
 

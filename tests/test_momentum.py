@@ -5,27 +5,19 @@ from __future__ import annotations
 import copy
 import io
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
 import sparsam
 from cases import STEPS, same, task, weights
-from reference import Reference
+from reference import BehindReference, behind_cut
 from sparsam import SAM, BudgetMask
 from sparsam.masks.budget import choose_full
 from sparsam.momentum import perturb_along_momentum
 from sparsam.perturbation import restore
 
 BASE = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
-
-
-class BehindReference(Reference):
-    """Divides by the norm of what is perturbed."""
-
-    def perturbed(self, w, g, m):
-        return super().perturbed(w, [gt * mt for gt, mt in zip(g, m, strict=True)], m)
 
 
 def sam(model, **options) -> SAM:
@@ -40,7 +32,7 @@ def sam(model, **options) -> SAM:
 def test_it_equals_the_slow_reference(cut, adaptive):
     t = task(dropout=0.25)
     twin = copy.deepcopy(t.model)
-    masks = [np.full(p.numel(), int(name.split(".")[0]) >= int(cut)) for name, p in twin.named_parameters()]
+    masks = behind_cut(twin, int(cut))
     reference = BehindReference(
         twin,
         lambda model, k: F.cross_entropy(model(t.x), t.y),
