@@ -1,17 +1,17 @@
-"""Steps that perturb what lies before the cut along the momentum, and full steps that come last."""
+"""Steps that perturb what lies before the cut along the momentum, and full steps that come last.
+
+test_replay.py compares the steps with the slow reference.
+"""
 
 from __future__ import annotations
 
-import copy
 import io
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 import sparsam
 from cases import STEPS, same, task, weights
-from reference import BehindReference, behind_cut
 from sparsam import SAM, BudgetMask
 from sparsam.masks.budget import choose_full
 from sparsam.momentum import perturb_along_momentum
@@ -25,31 +25,6 @@ def sam(model, **options) -> SAM:
     return SAM(
         model.parameters(), torch.optim.SGD, rho=0.1, mask=BudgetMask(model, **options), adaptive=adaptive, **BASE
     )
-
-
-@pytest.mark.parametrize("cut", ["3", "4", "8"])
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_it_equals_the_slow_reference(cut, adaptive):
-    t = task(dropout=0.25)
-    twin = copy.deepcopy(t.model)
-    masks = behind_cut(twin, int(cut))
-    reference = BehindReference(
-        twin,
-        lambda model, k: F.cross_entropy(model(t.x), t.y),
-        rho=0.1,
-        adaptive=adaptive,
-        mask=lambda reference: masks,
-        momentum_rho=0.4,
-        **BASE,
-    )
-    opt = sam(t.model, cut=cut, momentum_rho=0.4, adaptive=adaptive)
-    for step in range(20):
-        torch.manual_seed(step)
-        loss = opt.step(t.closure(opt))
-        torch.manual_seed(step)
-        assert loss.item() == pytest.approx(reference.step(), rel=1e-12)
-        for a, b in zip(t.model.state_dict().values(), twin.state_dict().values(), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def test_both_passes_start_from_the_same_perturbed_weights_and_what_lies_before_is_computed_once():

@@ -35,6 +35,7 @@ def test_numbers_equal_an_independent_computation(tmp_path):
         assert method.peak_memory_mb.mean == pytest.approx(1000 * step + 1)
         assert method.seconds.mean == pytest.approx(0.01 * step * EPOCHS)
     assert [m.rho for m in methods] == [(), (0.1,), (0.1,)]
+    assert [m.other_radii for m in methods] == [(), (), ()]
     assert [m.weight_decay for m in methods] == [(5e-4,), (1e-3,), (1e-3,)]
     assert [m.notes for m in methods] == [(), (), ()]
 

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 import sparsam
 from cases import same
+from sparsam.analysis.runs import load_objective, run_mask
 from sparsam.training import Trainer, load_recipe, resume, train
 from sparsam.training.build import build_loader, build_network
 from sparsam.training.checkpoint import CheckpointError, load_checkpoint
@@ -454,6 +455,7 @@ def test_an_epoch_of_full_steps_says_so(tmp_path):
     first, second = RunDirectory(tmp_path / "run").metrics()
     assert (first["rho"], second["rho"]) == (0.05, 0.3)
     assert second["perturbed"] == 1
+    assert run_mask(tmp_path / "run", load_objective(tmp_path / "run", samples=10)) is None  # the last step had none
     assert summary["step_ms"] == pytest.approx((first["step_ms"] + second["step_ms"]) / 2)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
+from sparsam.differences import differing
 from sparsam.report.record import Record, ReportError, is_number, read_text, shown
 from sparsam.step_time import step_time
 
@@ -205,9 +206,9 @@ class Method:
             reached = max(run.metrics[-1].epoch if run.metrics else 0 for run in unfinished)
             planned = max(run.recipe["train"]["epochs"] for run in unfinished)
             notes.append(f"unfinished: epoch {reached} of {planned}")
-        differing = _differing([run.recipe for run in self.runs])
-        if differing:
-            notes.append(f"recipes differ in {', '.join(differing)}")
+        keys = [key for key in differing([run.recipe for run in self.runs]) if key not in INCIDENTAL]
+        if keys:
+            notes.append(f"recipes differ in {', '.join(keys)}")
         seeds = Counter(run.seed for run in self.counted)
         notes += [f"seed {seed} counted {count} times" for seed, count in seeds.items() if count > 1]
         return tuple(notes)
@@ -269,21 +270,6 @@ def _relative_step(method: Method, methods: Sequence[Method]) -> float | None:
             own, plain = method.step_ms, reference.step_ms
             return own / plain if own and plain else None
     return None
-
-
-def _differing(recipes: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the settings that make recipes of one name different methods."""
-    flat = [dict(_flatten(recipe)) for recipe in recipes]
-    keys = dict.fromkeys(key for recipe in flat for key in recipe)
-    return [key for key in keys if key not in INCIDENTAL and any(r.get(key) != flat[0].get(key) for r in flat)]
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def read_run(directory: Path) -> Run:

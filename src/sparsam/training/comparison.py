@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from sparsam.differences import differing
 from sparsam.randomness import random_state, set_random_state
 from sparsam.training.progress import Progress
 from sparsam.training.recipe import BUDGET_KEYS, Recipe, RecipeError, load_recipe
@@ -48,7 +49,7 @@ def compare_recipes(
             recipe = load_recipe(file, [*_concerned(file, overrides or []), f"train.seed={seed}"])
             path = output / f"{recipe.name}-seed{seed}"
             if (path / "recipe.json").is_file() and RunDirectory(path).recipe() != recipe:
-                others = ", ".join(_differences(RunDirectory(path).recipe(), recipe))
+                others = ", ".join(differing([RunDirectory(path).recipe().to_dict(), recipe.to_dict()]))
                 raise RecipeError(
                     f"{path} holds a run of another recipe, which differs in {others}; choose another --output or "
                     f"delete it"
@@ -137,12 +138,6 @@ def _stream(device: torch.device) -> torch.cuda.Stream | None:
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))  # for what the run's making has launched
     return stream
-
-
-def _differences(one: Recipe, other: Recipe) -> list[str]:
-    tables = {table: values for table, values in one.to_dict().items() if isinstance(values, dict)}
-    theirs = other.to_dict()
-    return [f"{table}.{key}" for table, own in tables.items() for key in own if own[key] != theirs[table][key]]
 
 
 def _concerned(file: Path, overrides: Sequence[str]) -> list[str]:
