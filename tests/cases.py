@@ -86,7 +86,7 @@ MASKS: dict[str, Callable[[Task], sparsam.Mask | None]] = {
     "budget-whole": lambda t: sparsam.BudgetMask(t.model, cut="3", norm="whole", full=0.3),
     "budget-fisher": lambda t: sparsam.BudgetMask(t.model, cut="3", within=MASKS["fisher"](t)),
     "budget-momentum": lambda t: sparsam.BudgetMask(
-        t.model, cut="3", full=0.3, full_rho=0.2, total_steps=STEPS, momentum_rho=0.3
+        t.model, cut="3", total_steps=STEPS, late_share=0.5, momentum_rho=0.3
     ),
     "budget-dynamic": lambda t: sparsam.BudgetMask(t.model, cut="1", within=MASKS["dynamic"](t), full=0.3),
 }

@@ -47,11 +47,11 @@ class Reference:
         self.m: list[Vector] | None = None
 
     def step(self, micro_batches: int = 1) -> float:
-        """Take one step, rho None meaning the base optimizer; return the loss at w."""
+        """Take one step, rho None meaning the base optimizer, at w or along the momentum; return the loss there."""
         w = [self.read(p) for p in self.params]
-        start = self.ahead(w) if self.momentum_rho and self.step_count else w
-        for p, values in zip(self.params, start, strict=True):
-            self.write(p, values)
+        if self.rho is None and self.momentum_rho:
+            for p, values in zip(self.params, self.ahead(w), strict=True):
+                self.write(p, values)
         random_state = torch.get_rng_state()
         value, g = self.gradient(micro_batches)
         self.g = g
@@ -59,7 +59,7 @@ class Reference:
             after_first = torch.get_rng_state()
             statistics = {k: b.clone() for k, b in self.model.named_buffers()}
             self.m = self.mask(self) if self.mask else [np.ones(len(v), dtype=bool) for v in w]
-            for p, values in zip(self.params, self.perturbed(start, g, self.m), strict=True):
+            for p, values in zip(self.params, self.perturbed(w, g, self.m), strict=True):
                 self.write(p, values)
             torch.set_rng_state(random_state)
             _, g = self.gradient(micro_batches)
@@ -75,24 +75,13 @@ class Reference:
         return value
 
     def ahead(self, w: list[Vector]) -> list[Vector]:
-        """Return w - momentum_rho v / |v| where the mask of the last step is nowhere true, and w elsewhere."""
-        assert self.m is not None
-        before = [not mt.any() for mt in self.m]
-        square = 0.0
-        for wt, vt, moves in zip(w, self.velocity, before, strict=True):
-            for wi, vi in zip(wt, vt, strict=True):
-                square += ((abs(wi) * vi) ** 2 if self.adaptive else vi**2) if moves else 0.0
-        norm = math.sqrt(square)
-        result = [np.array(wt) for wt in w]
-        for new, vt, moves in zip(result, self.velocity, before, strict=True):
-            for i in range(len(new)):
-                if moves and norm > 0:
-                    direction = new[i] ** 2 * vt[i] if self.adaptive else vt[i]
-                    new[i] -= self.momentum_rho * direction / norm
-        return result
+        """Return w - momentum_rho v / |v|, or w - momentum_rho w² v / ||w| v|: ascent along -v."""
+        one = [np.ones(len(v), dtype=bool) for v in w]
+        return self.perturbed(w, [-v for v in self.velocity], one, self.momentum_rho)
 
-    def perturbed(self, w: list[Vector], g: list[Vector], m: list[Vector]) -> list[Vector]:
+    def perturbed(self, w: list[Vector], g: list[Vector], m: list[Vector], rho: float | None = None) -> list[Vector]:
         """Return w + eps: rho g / |g| m, or rho w² g / ||w| g| m."""
+        rho = self.rho if rho is None else rho
         square = 0.0
         for wt, gt in zip(w, g, strict=True):
             for wi, gi in zip(wt, gt, strict=True):
@@ -104,7 +93,7 @@ class Reference:
             for i in range(len(wt)):
                 if mt[i] and norm > 0 and math.isfinite(norm):
                     direction = wt[i] ** 2 * gt[i] if self.adaptive else gt[i]
-                    new[i] = wt[i] + self.rho * direction / norm
+                    new[i] = wt[i] + rho * direction / norm
             result.append(new)
         return result
 
@@ -136,8 +125,8 @@ class Reference:
 class BehindReference(Reference):
     """Divides by the norm of what is perturbed, as behind a cut."""
 
-    def perturbed(self, w: list[Vector], g: list[Vector], m: list[Vector]) -> list[Vector]:
-        return super().perturbed(w, [gt * mt for gt, mt in zip(g, m, strict=True)], m)
+    def perturbed(self, w: list[Vector], g: list[Vector], m: list[Vector], rho: float | None = None) -> list[Vector]:
+        return super().perturbed(w, [gt * mt for gt, mt in zip(g, m, strict=True)], m, rho)
 
 
 def behind_cut(model: nn.Module, cut: int) -> list[Vector]:

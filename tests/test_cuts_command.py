@@ -86,17 +86,17 @@ def test_a_budget_is_held_against_the_costs(capsys, budget, expected):
     assert [row[0] for row in rows(capsys.readouterr().out) if row[4]] == [expected]
 
 
-def test_a_budget_that_buys_full_steps_takes_the_cheapest_cut(capsys, tmp_path):
+def test_a_budget_that_buys_the_last_steps_chooses_no_cut(capsys, tmp_path):
     file = tmp_path / "late.toml"
     file.write_text(
         '[model]\nname = "plain"\n[data]\nname = "digits"\n[mask]\nkind = "budget"\nlate = true\nmomentum_rho = 0.5\n'
     )
     recipe, images = cuts.load(str(file), batch_size=None, precision=None)
     costs = {Cut("layer3", 0.9, 0.5): 1.6, Cut("layer4", 0.5, 0.2): 1.3, Cut("head", 0.1, 0.1): 1.1}
-    cuts.show(recipe, images, costs, torch.device("cpu"), budget=1.28)  # 0.8 * 1.1 + 0.2 * 2
+    cuts.show(recipe, images, costs, torch.device("cpu"), budget=1.05)
     text = capsys.readouterr().out
-    assert [row[0] for row in rows(text) if row[4]] == ["head"]
-    assert 'BudgetMask(model, cut="head", full=0.2, momentum_rho=0.5, total_steps=STEPS)' in text
+    assert [row for row in rows(text) if row[4]] == []
+    assert 'BudgetMask(model, cut="layer4", budget=1.05, total_steps=STEPS, momentum_rho=0.5)' in text
 
 
 def test_a_budget_that_nothing_fits_is_refused_below_the_table():

@@ -86,13 +86,18 @@ def test_refused(override, message):
             "[mask]\nmomentum_rho = 1.0",
             "mask.momentum_rho has a meaning for mask.kind = budget only, but that is dense",
         ),
-        ("[mask]\nkind = 'budget'\nfull_rho = 1.0", "mask.full_rho is the radius of full steps, but mask.full is 0"),
+        ("[mask]\nkind = 'budget'\nlate = true\nfull = 0.2", "mask.full must be 0 for mask.late = true, but is 0.2"),
         (
-            "[mask]\nkind = 'budget'\ncut = 'head'\nlate = true",
-            "mask.full must be above 0 for mask.late with a named cut, 'head', but is 0",
+            "[mask]\nkind = 'budget'\nmomentum_rho = 1.0",
+            "mask.momentum_rho has a meaning for mask.late = true only, but that is false",
         ),
         (
-            "[optimizer]\nmomentum = 0.0\n[mask]\nkind = 'budget'\nmomentum_rho = 1.0",
+            "[mask]\nkind = 'budget'\nlate_share = 0.5",
+            "mask.late_share has a meaning for mask.late = true only, but that is false",
+        ),
+        ("[mask]\nkind = 'budget'\nfull_rho = 1.0", "mask.full_rho is the radius of full steps, but mask.full is 0"),
+        (
+            "[optimizer]\nmomentum = 0.0\n[mask]\nkind = 'budget'\nlate = true\nmomentum_rho = 1.0",
             "optimizer.momentum must be above 0 for mask.momentum_rho, but is 0",
         ),
         ("[data", "recipe.toml is not valid TOML"),

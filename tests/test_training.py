@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import sparsam
 from cases import same
 from sparsam.analysis.runs import load_objective, run_mask
 from sparsam.training import Trainer, load_recipe, resume, train
@@ -33,8 +32,9 @@ ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 METHODS = ["sgd", "sam", "ssam-f", "ssam-d", "ssam-c"]
 NAMED = {  # a cut that is measured depends on a clock
-    "ssam-c": ["mask.cut=layer3", "mask.full=0.25", "mask.late=true", "mask.momentum_rho=0.5"]
+    "ssam-c": ["mask.cut=layer3", "mask.late=true", "mask.late_share=0.75", "mask.momentum_rho=0.5"]
 }
+EVENLY = ["mask.late=false", "mask.late_share=0", "mask.momentum_rho=0"]
 TIMES = {"seconds", "elapsed", "step_ms"}
 
 
@@ -406,56 +406,76 @@ def test_a_measured_cut_is_told_and_kept(tmp_path):
         def remark(self, text):
             told.append(text)
 
-    r = recipe("ssam-c", "mask.cut=", "mask.full=0", "mask.late=false", "mask.budget=1000", "train.epochs=1")
+    r = recipe("ssam-c", "mask.cut=", *EVENLY, "mask.budget=1000", "train.epochs=1")
     summary = train(r, tmp_path / "run", device=CPU, progress=Telling())
     assert summary["cut"] == "stem"
     assert summary["perturbed"] == 1.0
     (remark,) = set(told)
     assert re.match(
-        r"perturbed is what lies behind the cut before 'stem' \(and what lies before it along the momentum, by 0.5\), "
-        r"where a step was measured to cost \d",
-        remark,
+        r"perturbed is what lies behind the cut before 'stem', where a step was measured to cost \d", remark
     )
     saved = load_checkpoint(tmp_path / "run" / "checkpoints" / "last.pt", CPU)
     assert saved["optimizer"]["sparsam"]["behind"]["cut"] == "stem"
 
 
 def test_seeds_share_what_the_first_has_measured(tmp_path, monkeypatch):
-    costs = {sparsam.Cut("layer3", 0.75, 0.4): 1.4, sparsam.Cut("head.2", 0.01, 0.02): 1.1}
-    asked = []
-    monkeypatch.setattr("sparsam.behind.cut_costs", lambda *_, **__: asked.append(1) or costs)
+    asked, told = [], []
+    monkeypatch.setattr("sparsam.behind.late_costs", lambda *_, **__: asked.append(1) or (1.1, 1.6))
+    monkeypatch.setattr("sparsam.training.trainer.Progress.remark", lambda self, text: told.append(text))
     shutil.copy(ROOT / "recipes/digits-sgd.toml", tmp_path)
     (tmp_path / "r.toml").write_text('extends = "digits-sgd.toml"\n[sam]\nenabled = true\n[mask]\nkind = "budget"\n')
-    settings = ["mask.budget=1.5", "mask.late=true", "train.epochs=1"]
+    settings = ["mask.budget=1.3", "mask.late=true", "mask.momentum_rho=1", "train.epochs=1"]
     for run in compare_recipes([tmp_path / "r.toml"], seeds=2, output=tmp_path, overrides=settings, device=CPU):
         summary = RunDirectory(run).summary()
-        assert (summary["cut"], summary["full"]) == ("head.2", 0.444)  # 0.4 / 0.9
-        assert summary["perturbed"] == pytest.approx(5 / 12 + 7 / 12 * 650 / 77_754)  # of 12 steps
+        assert (summary["cut"], summary["late_share"]) == (None, 0.4)  # 0.2 / 0.5
+        assert summary["perturbed"] == pytest.approx(4 / 12)  # of 12 steps
+        assert summary["theoretical_flops"] == pytest.approx(1 + 4 / 12)
     assert len(asked) == 1
+    assert set(told) == {
+        "everything is perturbed in the last 40 % of the steps, where a step was measured to cost 1.60 base steps; the "
+        "others are perturbed along the momentum by 1",
+        "everything is perturbed in the last 40 % of the steps; the others are perturbed along the momentum by 1",
+    }
 
 
-def test_the_share_of_perturbed_weights_counts_full_steps(tmp_path):
-    """The last quarter of the steps is full: the second half of the second epoch."""
-    summary = train(recipe("ssam-c", "mask.full_rho=0.3"), tmp_path / "run", device=CPU)
+def test_the_share_of_perturbed_weights_counts_steps_of_one_pass(tmp_path):
+    """The first quarter of the steps: the first half of the first epoch."""
+    summary = train(recipe("ssam-c"), tmp_path / "run", device=CPU)
     model = build_network(recipe("ssam-c"), build_loader(recipe("ssam-c"), CPU), CPU)
     sizes = {name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()}
     behind = (sizes["layer3"] + sizes["head"]) / sum(sizes.values())
     first, second = RunDirectory(tmp_path / "run").metrics()
-    assert first["perturbed"] == pytest.approx(behind)
-    assert first["mask_density"]["layer2.0"] == 0
-    assert second["perturbed"] == pytest.approx(0.5 * behind + 0.5)
-    assert second["mask_density"]["layer2.0"] == 0.5
+    assert first["perturbed"] == pytest.approx(behind / 2)
+    assert first["mask_density"]["layer3.0"] == 0.5
+    assert second["perturbed"] == pytest.approx(behind)
+    assert second["mask_density"]["layer3.0"] == 1
+    assert second["mask_density"]["layer2.0"] == 0
     assert (first["rho"], second["rho"]) == (0.05, 0.05)
+    assert summary["perturbed"] == pytest.approx(0.75 * behind)
+    assert summary["theoretical_flops"] == pytest.approx(0.25 + 0.75 * (2 - 0.706 * (1 - behind)))
+
+
+def test_the_share_of_perturbed_weights_counts_full_steps(tmp_path):
+    """Every fourth, of twelve in an epoch."""
+    settings = [*EVENLY, "mask.full=0.25", "mask.full_rho=0.3"]
+    summary = train(recipe("ssam-c", *settings), tmp_path / "run", device=CPU)
+    model = build_network(recipe("ssam-c"), build_loader(recipe("ssam-c"), CPU), CPU)
+    sizes = {name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()}
+    behind = (sizes["layer3"] + sizes["head"]) / sum(sizes.values())
     assert summary["perturbed"] == pytest.approx(0.75 * behind + 0.25)
+    assert [m["rho"] for m in RunDirectory(tmp_path / "run").metrics()] == [0.05, 0.05]
 
 
-def test_an_epoch_of_full_steps_says_so(tmp_path):
+def test_an_epoch_of_one_pass_says_so(tmp_path):
     """And its time counts for what it is, with the epochs of its kind."""
-    summary = train(recipe("ssam-c", "mask.full=0.5", "mask.full_rho=0.3"), tmp_path / "run", device=CPU)
+    summary = train(recipe("ssam-c", "mask.late_share=0.5"), tmp_path / "run", device=CPU)
     first, second = RunDirectory(tmp_path / "run").metrics()
-    assert (first["rho"], second["rho"]) == (0.05, 0.3)
-    assert second["perturbed"] == 1
-    assert run_mask(tmp_path / "run", load_objective(tmp_path / "run", samples=10)) is None  # the last step had none
+    assert (first["rho"], second["rho"]) == (None, 0.05)
+    assert (first["perturbed"], set(first["mask_density"].values())) == (0, {0})
+    objective = load_objective(tmp_path / "run", samples=10)
+    names = [name for name, _ in objective.model.named_parameters()]
+    mask = dict(zip(names, run_mask(tmp_path / "run", objective), strict=True))
+    assert {name.split(".")[0] for name, m in mask.items() if m is True} == {"layer3", "head"}
     assert summary["step_ms"] == pytest.approx((first["step_ms"] + second["step_ms"]) / 2)
 
 

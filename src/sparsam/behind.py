@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sparsam.costs import cut_costs
+from sparsam.costs import cut_costs, late_costs
 from sparsam.distributed import value_of_rank_zero
 from sparsam.masks import BudgetMask, Mask, StepKind
 from sparsam.masks.budget import step_limit
@@ -82,12 +82,12 @@ class BehindCut:
         It is found once; a first pass that took another way later is noticed in its second pass.
         """
         cut = kind.cut
-        if kind.momentum_rho and (self.replay is None or self.replay.recording is None):
+        if kind.one_pass:
             raise RuntimeError(
-                "momentum_rho perturbs before the first pass, which only step(closure) can do: take steps with a "
-                "closure, or leave momentum_rho out"
+                "this step takes one pass, because only the last of total_steps steps perturb by a gradient, and "
+                "step(closure) knows when: take steps with a closure, or leave total_steps out"
             )
-        if isinstance(self.mask, BudgetMask) and self.mask.cut is None and not kind.everything:
+        if isinstance(self.mask, BudgetMask) and self.mask.unmeasured and not kind.everything:
             raise RuntimeError(
                 "a budget is measured in step(closure), but this step has no closure: name a cut, as in "
                 "BudgetMask(model, cut='layer4') (in a recipe mask.cut), to step without one"
@@ -136,26 +136,21 @@ class BehindCut:
         self,
         closure: Callable[[], Any],
         base: Optimizer,
-        rehearsal: Callable[[str], Callable[[], None]],
+        rehearsal: Callable[[str | None], Callable[[], None]],
         *,
         device_time: bool,
     ) -> None:
-        """Measure the cuts of a budget, in several calls of the closure, and choose."""
+        """Measure what a budget has to choose from, in several calls of the closure, and choose."""
         mask = self.mask
-        if not isinstance(mask, BudgetMask) or mask.cut is not None:
+        if not isinstance(mask, BudgetMask) or not mask.unmeasured:
             return
-        limit = None if mask.by_budget else step_limit(mask.budget, mask.full)
-        costs = cut_costs(
-            mask.model,
-            closure,
-            base,
-            rehearsal,
-            device_time=device_time,
-            limit=limit,
-            cheapest=mask.by_budget,
-            everywhere=bool(mask.momentum_rho),
-        )
         # What fits on one rank may not fit on another, which then must not be alone with its error.
+        if mask.total_steps is not None:
+            first, last = late_costs(mask.model, closure, base, rehearsal(mask.cut), device_time=device_time)
+            mask.choose_late(*value_of_rank_zero((first if mask.momentum_rho else 1.0, last)))
+            return
+        limit = step_limit(mask.budget, mask.full)
+        costs = cut_costs(mask.model, closure, base, rehearsal, device_time=device_time, limit=limit)
         mask.choose(value_of_rank_zero({cut.name: cost for cut, cost in costs.items()}))
 
     # ------------------------------------------------------------------------------------------------ state
@@ -164,14 +159,16 @@ class BehindCut:
         """Return what a resumed run needs: plain values and a tensor."""
         share = None if self.norm_share is None else self.norm_share.clone()
         before = {cut: list(b) for cut, b in self.before.items()}
-        chosen = {"full": self.mask.full, "cost": self.mask.cost} if isinstance(self.mask, BudgetMask) else {}
+        chosen = (
+            {"late_share": self.mask.late_share, "cost": self.mask.cost} if isinstance(self.mask, BudgetMask) else {}
+        )
         return {"cut": self.mask.cut, **chosen, "before": before, "norm_share": share}
 
     def load(self, state: dict[str, Any], device: torch.device) -> None:
         """Load what :meth:`state` returned."""
         self.mask.cut = state.get("cut", self.mask.cut)
         if isinstance(self.mask, BudgetMask):
-            self.mask.full, self.mask.cost = state.get("full", self.mask.full), state.get("cost")
+            self.mask.late_share, self.mask.cost = state.get("late_share", self.mask.late_share), state.get("cost")
         self.before = {cut: list(b) for cut, b in state.get("before", {}).items()}
         share = state.get("norm_share")
         self.norm_share = None if share is None else share.to(device)

@@ -29,8 +29,6 @@ def cut_costs(
     *,
     device_time: bool = False,
     limit: float | None = None,
-    cheapest: bool = False,
-    everywhere: bool = False,
 ) -> dict[Cut, float]:
     r"""Measure what a step costs from each cut, in base steps; earliest cut first.
 
@@ -40,8 +38,7 @@ def cut_costs(
     .. math::  1 + \frac{f + \text{weights} \cdot p}{1 + b}
 
     That is an estimate: the first pass of a real step stops right before the cut, and Python has more to do. With a
-    limit, real steps are timed, from the earliest cut that may fit on to the first that does. Where what lies before
-    the cut is perturbed as well, all weights count.
+    limit, real steps are timed, from the earliest cut that may fit on to the first that does.
 
     Of several timings the shortest counts, since what else a machine does only adds to them; no step costs less than
     one base step, and none more than from an earlier cut. All are rounded to hundredths, which is about as exact as
@@ -54,52 +51,66 @@ def cut_costs(
         rehearsal: Returns, for a cut, what a step from there does before the base optimizer's (:meth:`SAM.rehearsal`).
         device_time: See :func:`sparsam.find_cuts`.
         limit: What a step may cost; None: no real step is timed.
-        cheapest: In place of a limit: real steps from the last cut are timed, which costs least.
-        everywhere: What lies before the cut is perturbed as well, along the momentum.
     """
     cuts = find_cuts(model, closure, device_time=device_time)
     if not cuts:
         return {}
-    params = [p for group in base.param_groups for p in group["params"]]
-    clock = Clock(params[0].device, device_time)
     with no_trace(model), torch.enable_grad():
-        closure()
-        step = _stepping(base)
-        works = (closure, step, _perturbing(params))
-        times = [[clock.time(work) for work in works] for _ in range(1 + TIMINGS)][1:]  # the first warms up
-        one_pass, stepping, perturbing = map(min, zip(*times, strict=True))
-        base_step = one_pass + stepping
-
-        def perturbation(cut: Cut) -> float:
-            return float(perturbing) * (1.0 if everywhere else cut.weights)
-
+        parts = _Parts(closure, base, device_time)
         # Rank 0's, because all ranks must measure the same cuts below: the closure communicates.
         costs = value_of_rank_zero(
-            {cut: 1 + ((cut.step or 0.0) * one_pass + perturbation(cut)) / base_step for cut in cuts}
+            {
+                cut: 1 + ((cut.step or 0.0) * parts.one_pass + cut.weights * parts.perturbing) / parts.base_step
+                for cut in cuts
+            }
         )
         _settle(costs)
-
-        def measured(cut: Cut) -> float:
-            work = rehearsal(cut.name)
-            work()
-            two_passes = min(clock.time(work) for _ in range(TIMINGS))
-            before = perturbation(cut) - cut.weights * perturbing  # which has no momentum yet
-            cost: float = value_of_rank_zero((two_passes + before + stepping) / base_step)
-            return cost
-
-        if cheapest:
-            least = measured(next(reversed(costs)))
-            costs = {cut: max(cost, least) for cut, cost in costs.items()}  # none costs less than what was measured
-            costs[next(reversed(costs))] = least
-            _settle(costs)
-            return costs
         for cut, estimate in costs.items():
             if limit is not None and estimate <= CLOSE * limit:
-                costs[cut] = measured(cut)
+                costs[cut] = value_of_rank_zero(parts.measured(rehearsal(cut.name)))
                 _settle(costs)
                 if costs[cut] <= limit:
                     break
     return costs
+
+
+def late_costs(
+    model: nn.Module,
+    closure: Callable[[], Any],
+    base: Optimizer,
+    rehearsal: Callable[[], None],
+    *,
+    device_time: bool = False,
+) -> tuple[float, float]:
+    """Measure what a step of one pass at perturbed weights costs, and a real one of two, in base steps.
+
+    Args:
+        model, closure, base, device_time: As for :func:`cut_costs`.
+        rehearsal: What a step of two passes does before the base optimizer's.
+    """
+    with no_trace(model), torch.enable_grad():
+        parts = _Parts(closure, base, device_time)
+        last = max(1.0, round(parts.measured(rehearsal), 2))
+        return min(last, round(1 + parts.perturbing / parts.base_step, 2)), last
+
+
+class _Parts:
+    """The parts of a step, timed: a pass, the base optimizer's own step, and perturbing all weights."""
+
+    def __init__(self, closure: Callable[[], Any], base: Optimizer, device_time: bool) -> None:
+        params = [p for group in base.param_groups for p in group["params"]]
+        self.clock = Clock(params[0].device, device_time)
+        closure()
+        works = (closure, _stepping(base), _perturbing(params))
+        times = [[self.clock.time(work) for work in works] for _ in range(1 + TIMINGS)][1:]  # the first warms up
+        self.one_pass, self.stepping, self.perturbing = map(min, zip(*times, strict=True))
+        self.base_step = self.one_pass + self.stepping
+
+    def measured(self, two_passes: Callable[[], None]) -> float:
+        """Return what a step costs whose passes are these, in base steps."""
+        two_passes()
+        shortest = min(self.clock.time(two_passes) for _ in range(TIMINGS))
+        return float((shortest + self.stepping) / self.base_step)
 
 
 def _settle(costs: dict[Cut, float]) -> None:

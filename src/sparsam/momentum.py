@@ -1,4 +1,4 @@
-r"""Perturbing along the momentum, which is there before a step begins and so costs no pass (Becker et al. 2024).
+r"""Perturbing along the momentum, which is there before a step begins: one pass is enough (Becker et al. 2024).
 
 .. math::  \epsilon = -\rho\, \frac{v}{\lVert v \rVert_2}
 

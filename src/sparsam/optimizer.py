@@ -207,10 +207,11 @@ class SAM(Optimizer):
         Args:
             closure: Clears the gradients, computes the loss and its gradient and returns the loss. It is
                 called twice, at w and at w + eps, also if rho or the mask is zero; more often only in the first
-                step of a BudgetMask, which measures. None: take the base step that ends the two-step use.
+                step of a BudgetMask, which measures, and once in its steps of one pass. None: take the base step
+                that ends the two-step use.
 
         Returns:
-            What the first call of the closure returned: the loss at w (which a `momentum_rho` has changed in part).
+            What the first call of the closure returned: the loss at w, or where a `momentum_rho` leads.
         """
         if closure is None:
             if self._phase is Phase.IDLE or self._phase is Phase.FIRST_PASS:
@@ -223,12 +224,26 @@ class SAM(Optimizer):
             return self._base_step()
         self._refuse_while_perturbed("step(closure)")
         self._choose(closure)
-        loss = self._two_passes(closure)
+        kind = self.mask.kind(self.steps)
+        loss = self._one_pass(closure, kind.momentum_rho) if kind.one_pass else self._two_passes(closure)
         self._base_step()
         return loss
 
+    def _one_pass(self, closure: Closure, momentum_rho: float | None) -> Any:
+        """Take the gradient at w, or where the momentum leads; then w is what it was, bit for bit."""
+        params, _ = self._params_and_rhos()
+        rho = momentum_rho or 0.0
+        saved = perturb_along_momentum(params, self.state, rho, adaptive=self.adaptive) if rho else []
+        try:
+            torch.clear_autocast_cache()  # a cast of w would otherwise be taken for one of w + eps
+            with torch.enable_grad():
+                return self._first_pass(closure)
+        finally:
+            restore(saved)
+            torch.clear_autocast_cache()
+
     def _two_passes(self, closure: Closure) -> Any:
-        with self._along_momentum(), torch.enable_grad():
+        with torch.enable_grad():
             loss = self._first_pass(closure)
             try:
                 with self._perturbed(guard=False):
@@ -251,15 +266,15 @@ class SAM(Optimizer):
         finally:
             self._phase = Phase.IDLE
 
-    def rehearsal(self, closure: Closure, cut: str) -> Callable[[], None]:
+    def rehearsal(self, closure: Closure, cut: str | None) -> Callable[[], None]:
         """Return the two passes of a step from another cut, to be timed: all of the step but the base optimizer's.
 
         Args:
             closure: As for :meth:`step`.
-            cut: The module at whose input this optimizer's mask, a BudgetMask, is to cut.
+            cut: The module at whose input this optimizer's mask, a BudgetMask, is to cut; None: nowhere.
         """
         mask: Any = copy.copy(self.mask)
-        mask.cut, mask.full = cut, 0.0
+        mask.cut, mask.full, mask.late_share = cut, 0.0, 1.0
         model = self._second_pass.model
         twin = SAM.wrap(self.base_optimizer, mask=mask, adaptive=self.adaptive, model=model)
 
@@ -270,24 +285,6 @@ class SAM(Optimizer):
             twin.steps = 1  # from now on the mask is there
 
         return _two_passes
-
-    @contextmanager
-    def _along_momentum(self) -> Iterator[None]:
-        """Perturb what lies before the cut, for both passes in the block; then it is what it was, bit for bit."""
-        kind = self.mask.kind(self.steps)
-        if not kind.momentum_rho:
-            yield
-            return
-        params, _ = self._params_and_rhos()
-        behind = self._behind.lies_behind(kind.cut, params)
-        before = [p for p, b in zip(params, behind, strict=True) if not b]
-        saved = perturb_along_momentum(before, self.state, kind.momentum_rho, adaptive=self.adaptive)
-        try:
-            torch.clear_autocast_cache()
-            yield
-        finally:
-            restore(saved)
-            torch.clear_autocast_cache()
 
     def first_step(self, zero_grad: bool = False) -> None:
         """Go from w to w + eps, by the gradients now in `.grad`.
@@ -352,7 +349,7 @@ class SAM(Optimizer):
         params, _ = self._params_and_rhos()
         begun = self._phase is Phase.PERTURBED or self._phase is Phase.READY
         kind = self.mask.kind(self.steps if begun else max(self.steps - 1, 0))
-        if self._selection is None:
+        if self._selection is None and not (kind.one_pass and self.steps):
             raise RuntimeError("there is no mask before the first step: it is made in that step")
         return [m.clone() for m in expand(self._used_selection(kind, params), params)]
 
@@ -367,6 +364,8 @@ class SAM(Optimizer):
 
     def mask_is_due(self) -> bool:
         """Tell whether the next step makes the mask anew."""
+        if self.mask.kind(self.steps).one_pass:
+            return False
         if self._selection is None or self._eligible(self._params_and_rhos()[0]) != self._selected_from:
             return True
         return self.mask.interval is not None and self.steps % self.mask.interval == 0
@@ -459,6 +458,8 @@ class SAM(Optimizer):
         """Return what a step perturbs, given what the mask selected."""
         if kind.everything:
             return [p.requires_grad for p in params]
+        if kind.one_pass:
+            return [False] * len(params)
         assert self._selection is not None
         behind = self._behind.lies_behind(kind.cut, params)
         return [m if b else False for m, b in zip(self._selection, behind, strict=True)]

@@ -56,8 +56,6 @@ def load_objective(
 def run_mask(run: str | Path, objective: Objective) -> Selection | None:
     """Return which weights of the objective the run perturbed last; None if it perturbed all, or none."""
     directory = RunDirectory(run)
-    if directory.recipe().mask.late:
-        return None  # its last steps perturbed everything
     saved = load_checkpoint(directory.last, objective.device)["optimizer"]
     selection = saved.get("sparsam", {}).get("selection")
     if selection is None or all(m is True for m in selection):

@@ -14,7 +14,7 @@ from rich.table import Table
 from sparsam.costs import cut_costs
 from sparsam.cuts import PASSES, WARM_UP, Cut
 from sparsam.masks import BudgetMask
-from sparsam.masks.budget import choose_cut, choose_full, step_limit
+from sparsam.masks.budget import choose_cut, step_limit
 from sparsam.optimizer import SAM
 from sparsam.training import Recipe, load_recipe, recipe_from
 from sparsam.training.build import build_base, build_loss, build_network
@@ -91,9 +91,7 @@ def measure(recipe: Recipe, images: Images, device: torch.device, budget: float 
             base,
             partial(opt.rehearsal, closure),
             device_time=_captured(recipe),
-            limit=None if budget is None or recipe.mask.buys_full_steps else step_limit(budget, recipe.mask.full),
-            cheapest=recipe.mask.buys_full_steps,
-            everywhere=recipe.mask.momentum_rho > 0,
+            limit=None if budget is None or recipe.mask.late else step_limit(budget, recipe.mask.full),
         )
     except RuntimeError as error:  # what torch says of images too small for a network, and of too little memory
         raise ValueError(f"{recipe.model.name} could not take {_batch(recipe, images)}: {error}") from error
@@ -105,14 +103,10 @@ def show(
     """Print the cuts, how they were measured and how to use them; where none fits the budget, raise at the end."""
     if not costs:
         raise ValueError(f"{recipe.model.name} has no cut: nothing of a step could be left out")
-    chosen, refusal, full = None, None, recipe.mask.full
-    if budget is not None:
-        by_name = {cut.name: cost for cut, cost in costs.items()}
+    mask, chosen, refusal = recipe.mask, None, None
+    if budget is not None and not mask.late:  # which buys steps, not a cut
         try:
-            if recipe.mask.buys_full_steps:
-                chosen, full = choose_full(by_name, budget)
-            else:
-                chosen = choose_cut(by_name, budget, full)
+            chosen = choose_cut({cut.name: cost for cut, cost in costs.items()}, budget, mask.full)
         except ValueError as error:
             refusal = error
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
@@ -131,11 +125,12 @@ def show(
     if refusal:
         raise refusal
     usual = min(costs, key=lambda cut: abs(costs[cut] - USUAL_COST)).name  # about 1.25
-    example = recipe.mask.cut or chosen or usual
+    example = mask.cut or chosen or usual
     console.print("To perturb only what lies behind a cut, and to compute nothing before it twice:")
-    options = {"full": full, "full_rho": full and recipe.mask.full_rho, "momentum_rho": recipe.mask.momentum_rho}
+    options = {name: getattr(mask, name) for name in ("full", "full_rho", "late_share", "momentum_rho")}
     others = "".join(f", {name}={value:g}" for name, value in options.items() if value)
-    others += ", total_steps=STEPS" if full and recipe.mask.late else ""
+    if mask.late:
+        others = f", budget={budget or mask.budget:g}, total_steps=STEPS{others}"
     console.print(f'  BudgetMask(model, cut="{example}"{others})', soft_wrap=True)
 
 

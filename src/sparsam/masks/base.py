@@ -23,8 +23,10 @@ class StepKind(NamedTuple):
     """Everything is perturbed, whatever the mask selected."""
     rho: float | None = None
     """In place of the groups' rho."""
+    one_pass: bool = False
+    """The step is the base optimizer's, with the gradient of one pass: the closure is called once."""
     momentum_rho: float | None = None
-    """What lies before the cut is perturbed along the momentum, by so much, in both passes."""
+    """That pass is at weights that are perturbed along the momentum, by so much."""
 
 
 class Mask(ABC):
@@ -49,7 +51,7 @@ class Mask(ABC):
     """The module whose input is the first that any step is cut at, if the mask cuts: only what lies behind is its."""
 
     momentum_rho: float | None = None
-    """How far some step perturbs what lies before its cut along the momentum, which the base optimizer must have."""
+    """How far steps of one pass perturb along the momentum, which the base optimizer must have."""
 
     norm: str = "whole"
     """Whose norm a perturbation is divided by: the "whole" gradient's, or that of the part that is "perturbed"."""
@@ -66,8 +68,7 @@ class Mask(ABC):
 
         Args:
             params: The parameters that require a gradient, in the optimizer's order. Their `.grad` is the
-                gradient of the first pass, at w (None where there is none; with a `momentum_rho`, w is already
-                perturbed before the cut).
+                gradient of the first pass, at w (None where there is none).
             step: How many optimizer steps were taken before this one.
             previous: What was selected before; None at the first time.
         """

@@ -30,20 +30,23 @@ class BudgetMask(Mask):
 
     .. math::  \epsilon = \rho\,\frac{g}{\lVert g_{behind}\rVert_2}\odot m
 
-    With `total_steps` the full steps come last, all in a row. The budget then buys as many of them as it can, and the
-    others are cut where that costs least.
+    With `total_steps`, only the last steps perturb by a gradient. The first ones take one pass, along the momentum if
+    there is a `momentum_rho`; they cost a base steps, the last ones b, and the budget buys the share
+
+    .. math::  q = \frac{\text{budget} - a}{b - a}
 
     Args:
         model: The network that is trained; in distributed training the DistributedDataParallel around it.
         budget: What the mean step may cost, in base steps: above 1. Two runs may measure different cuts.
-        cut: The module before which the cut lies, such as "layer4": nothing is measured, and the budget has no say.
-        full: The share of the steps that perturb everything, in [0, 1]; None: none of them, or, with `total_steps`, as
-            many as the budget allows.
+        cut: The module before which the cut lies, such as "layer4"; None: it is measured, or, with `total_steps`, there
+            is none and the last steps perturb everything. Without `total_steps` a named cut leaves the budget no say.
+        full: The share of the steps that perturb everything, in [0, 1], evenly spread.
         full_rho: The radius of those steps; None: the groups' rho, as in all others.
-        total_steps: How many steps training has. Full steps are then the last ones; None: evenly spread.
-        momentum_rho: In steps that are cut, what lies before the cut is perturbed too, in both passes: by so much along
-            the base optimizer's momentum v, :math:`-\rho_m v / \lVert v \rVert_2`, which takes no pass of its own
-            (Momentum-SAM); None: it is not.
+        total_steps: How many steps training has, where only the last ones are to perturb by a gradient.
+        late_share: The share of those last steps, in (0, 1]; None: as many as the budget buys, measured in the first
+            step.
+        momentum_rho: Steps of one pass take their gradient at :math:`w - \rho_m v / \lVert v \rVert_2`, with v the
+            base optimizer's momentum (Momentum-SAM), which takes no pass of its own; None: at w.
         norm: What the perturbation is divided by. "perturbed": the norm of the gradient behind the cut. "whole": that
             of the whole gradient, estimated from the ratio of the two in the step before.
         within: A mask that selects among the weights behind the cut; None: all of them are perturbed.
@@ -57,9 +60,10 @@ class BudgetMask(Mask):
         *,
         budget: float = 1.25,
         cut: str | None = None,
-        full: float | None = None,
+        full: float = 0.0,
         full_rho: float | None = None,
         total_steps: int | None = None,
+        late_share: float | None = None,
         momentum_rho: float | None = None,
         norm: str = "perturbed",
         within: Mask | None = None,
@@ -71,44 +75,32 @@ class BudgetMask(Mask):
         if isinstance(model, nn.DataParallel):
             raise TypeError("model must not be a DataParallel, whose copies run elsewhere; use DistributedDataParallel")
         check_budget(budget)
-        if full is not None:
-            check_share("full", full)
-        if total_steps is not None:
-            check_whole("total_steps", total_steps)
-            if full is None and cut is not None:
-                raise ValueError(
-                    f"total_steps must come with full where a cut is named: nothing is measured at {cut!r}, so the "
-                    f"budget cannot buy full steps"
-                )
-        self.by_budget = full is None and total_steps is not None  # whether the share of full steps is
-        full = float(full or 0.0)
+        check_share("full", full)
         for name, radius in (("full_rho", full_rho), ("momentum_rho", momentum_rho)):
             if radius is not None:
                 check_rho(radius, name)
-        for name, given in (("full_rho is the radius", full_rho), ("total_steps is the place", total_steps)):
-            if given is not None and not full and not self.by_budget:
-                raise ValueError(
-                    f"{name} of full steps, but full is 0: there are none"
-                    + (" (leave full out, and the budget buys some)" if name.startswith("total") else "")
-                )
+        if full_rho is not None and not full:
+            raise ValueError("full_rho is the radius of full steps, but full is 0: there are none")
+        _check_late(total_steps, late_share, momentum_rho, full)
         check_choice("norm", norm, NORMS)
         if within is not None and (not isinstance(within, Mask) or isinstance(within, BudgetMask)):
             raise TypeError(f"within must be a mask of another kind, but is a {type(within).__name__}")
         if cut is not None:
             get_module(bare(model), cut)
-        elif 1 + full > budget:
+        elif total_steps is None and 1 + full > budget:
             raise ValueError(
                 f"budget must be above 1 + full, for full steps cost {FULL_COST:g} base steps, but is {budget} with "
                 f"full={full}"
             )
         self.within = within
         super().__init__(within.interval if within else None, within.seed if within else 0)
-        self.model, self.budget, self.full, self.norm = model, float(budget), full, norm
+        self.model, self.budget, self.full, self.norm = model, float(budget), float(full), norm
         self.full_rho = None if full_rho is None else float(full_rho)
         self.momentum_rho = None if momentum_rho is None else float(momentum_rho)
         self.total_steps = None if total_steps is None else int(total_steps)
         self.named_cut = self.cut = cut
-        self.cost: float | None = None  # of a step from a measured cut, in base steps
+        self.late_share = self.named_share = None if late_share is None else float(late_share)
+        self.cost: float | None = None  # of a step that perturbs from the cut, where that was measured, in base steps
 
     @property
     def seed(self) -> int:
@@ -126,47 +118,65 @@ class BudgetMask(Mask):
         """Whether the mask within does; the cut is rank 0's anyhow."""
         return self.within is not None and self.within.differs_by_rank
 
+    @property
+    def measures(self) -> bool:
+        """Whether the budget has a say: the cut is measured, or the share of the steps that perturb."""
+        return (self.named_cut if self.total_steps is None else self.named_share) is None
+
+    @property
+    def unmeasured(self) -> bool:
+        """Whether it is still to be measured."""
+        return (self.cut if self.total_steps is None else self.late_share) is None
+
     def settings(self) -> dict[str, Setting]:
         """Return what a resumed run must have in common with the saved one."""
         return {
             **super().settings(),
-            "budget": self.budget if self.named_cut is None else None,
+            "budget": self.budget if self.measures else None,
             "cut": self.named_cut,
-            "full": None if self.by_budget else self.full,
+            "full": self.full,
             "full_rho": self.full_rho,
             "total_steps": self.total_steps,
+            "late_share": self.named_share,
             "momentum_rho": self.momentum_rho,
             "norm": self.norm,
             "within": self.within.settings() if self.within else None,
         }
 
     def __repr__(self) -> str:
-        if self.cut is None or self.named_cut is not None:
+        if not self.measures or self.unmeasured:
             return super().__repr__()
-        bought = f", full={self.full:g}" if self.by_budget else ""
-        return f"{super().__repr__()} cut before {self.cut!r}{bought}"
+        found = f"cut before {self.cut!r}" if self.total_steps is None else f"late_share={self.late_share:g}"
+        return f"{super().__repr__()} {found}"
 
     def kind(self, step: int) -> StepKind:
-        """Return whether a step is a full one: the last ones are, or of the first n steps floor(n * full)."""
-        if self.total_steps is None:
-            full = math.floor((step + 1) * self.full) > math.floor(step * self.full)
-        else:
-            full = step >= self.total_steps - math.floor(self.full * self.total_steps + 1e-6)
-        if full:
+        """Return what a step is: of one pass, cut, or full, as floor(n * full) of the first n steps are."""
+        if self.total_steps is not None:
+            last = math.floor((self.late_share or 0.0) * self.total_steps + 1e-6)
+            if step < self.total_steps - last:
+                return StepKind(one_pass=True, momentum_rho=self.momentum_rho)
+        elif math.floor((step + 1) * self.full) > math.floor(step * self.full):
             return StepKind(everything=True, rho=self.full_rho)
-        return StepKind(cut=self.cut, momentum_rho=self.momentum_rho)
+        return StepKind(cut=self.cut)
 
     def choose(self, costs: dict[str, float]) -> None:
-        """Take the cut, and with `total_steps` the share of full steps, that fit the budget.
+        """Take the earliest cut that fits the budget.
 
         Args:
             costs: What a step from each cut costs, in base steps, by the cut's name; earliest first.
         """
-        if self.by_budget:
-            self.cut, self.full = choose_full(costs, self.budget)
-        else:
-            self.cut = choose_cut(costs, self.budget, self.full)
+        self.cut = choose_cut(costs, self.budget, self.full)
         self.cost = costs[self.cut]
+
+    def choose_late(self, first: float, last: float) -> None:
+        """Take as many steps that perturb as the budget buys.
+
+        Args:
+            first: What a step of one pass costs, in base steps.
+            last: What a step from the cut costs.
+        """
+        self.late_share = choose_share(first, last, self.budget)
+        self.cost = last
 
     def select(self, params: Sequence[Tensor], step: int, previous: Selection | None) -> Selection:
         """Return all of the parameters, which the optimizer has narrowed to those behind the cut, or some of each."""
@@ -177,6 +187,24 @@ def check_budget(budget: float) -> None:
     """Refuse a budget that pays for no perturbation at all."""
     if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 1 < budget < math.inf:
         raise ValueError(f"budget must be a number above 1, what the base step alone costs, but is {budget!r}")
+
+
+def _check_late(total_steps: int | None, late_share: float | None, momentum_rho: float | None, full: float) -> None:
+    """Refuse settings of first and last steps where there are none, and none that are clear."""
+    if total_steps is None:
+        for name, given in (("late_share", late_share), ("momentum_rho", momentum_rho)):
+            if given is not None:
+                raise ValueError(
+                    f"{name} tells training's first steps from its last, and needs total_steps, but that is None"
+                )
+        return
+    check_whole("total_steps", total_steps)
+    if full:
+        raise ValueError(f"full must be 0 where only the last of total_steps steps perturb, but is {full}")
+    if late_share is not None:
+        check_share("late_share", late_share)
+        if not late_share:
+            raise ValueError("late_share must be above 0, or no step perturbs (leave it out, and the budget buys some)")
 
 
 def step_limit(budget: float, full: float) -> float:
@@ -217,21 +245,25 @@ def choose_cut(costs: dict[str, float], budget: float, full: float = 0.0) -> str
     )
 
 
-def choose_full(costs: dict[str, float], budget: float) -> tuple[str, float]:
-    r"""Return the cheapest cut, and the share of full steps that it leaves money for, in thousandths.
+def choose_share(first: float, last: float, budget: float) -> float:
+    r"""Return the share q of last steps that keep the budget, in thousandths.
 
-    .. math::  (1 - q)\, c + 2\,q \le \text{budget} \quad\Leftrightarrow\quad q \le \frac{\text{budget} - c}{2 - c}
+    .. math::  (1 - q)\, a + q\, b \le \text{budget}
 
     Args:
-        costs: What a step from each cut costs, in base steps, by the cut's name; earliest first.
+        first: What the other steps, those of one pass, cost: a base steps.
+        last: What the last ones cost: b.
         budget: What the mean step may cost.
 
-    >>> choose_full({"layer3": 1.42, "layer4": 1.24, "head": 1.05}, budget=1.25)
-    ('head', 0.21)
+    >>> choose_share(1.05, 1.65, budget=1.25)
+    0.333
     """
-    choose_cut(costs, budget)  # or its error, where nothing fits
-    cheapest = min(reversed(costs), key=lambda cut: costs[cut])
-    cost = costs[cheapest]
-    if budget >= FULL_COST:
-        return cheapest, 1.0
-    return cheapest, math.floor(1000 * (budget - cost) / (FULL_COST - cost) + 1e-6) / 1000
+    if last <= budget:
+        return 1.0
+    share = math.floor(1000 * (budget - first) / (last - first) + 1e-6) / 1000
+    if share <= 0:
+        raise ValueError(
+            f"budget must be above {first:g}, what a step costs that perturbs by no gradient, or there is nothing left "
+            f"for those that do, but is {budget:g}"
+        )
+    return share

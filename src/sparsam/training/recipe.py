@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 MASKS = ("dense", "random", "fisher", "dynamic", "norm", "budget")
-BUDGET_KEYS = ("budget", "cut", "full", "full_rho", "late", "momentum_rho", "norm", "within")
+BUDGET_KEYS = ("budget", "cut", "full", "full_rho", "late", "late_share", "momentum_rho", "norm", "within")
 WITHIN = ("", "random", "fisher", "dynamic", "norm")
 OPTIMIZERS = ("sgd", "adam", "adamw")
 DATA = ("digits", "cifar10", "cifar100", "imagefolder")
@@ -116,14 +116,10 @@ class Mask:
     full: float = _share(0.0)
     full_rho: float = _not_negative(0.0)
     late: bool = False
+    late_share: float = _share(0.0)
     momentum_rho: float = _not_negative(0.0)
     norm: str = _one_of("perturbed", ("perturbed", "whole"))
     within: str = _one_of("", WITHIN)
-
-    @property
-    def buys_full_steps(self) -> bool:
-        """Whether a budget buys as many full steps as it can, at the end of training."""
-        return self.kind == "budget" and self.late and not self.full
 
 
 @dataclass(frozen=True)
@@ -276,11 +272,14 @@ def _check_together(recipe: Recipe) -> None:
     if recipe.sam.enabled and mask.kind == "budget":
         if recipe.train.precision == "fp16":
             raise RecipeError("train.precision must be fp32 or bf16 for mask.kind = budget: fp16 steps have no closure")
+        for key in ("late_share", "momentum_rho"):
+            if getattr(mask, key) and not mask.late:
+                raise RecipeError(f"mask.{key} has a meaning for mask.late = true only, but that is false")
+        if mask.late and mask.full:
+            raise RecipeError(f"mask.full must be 0 for mask.late = true, but is {mask.full:g}")
         if not mask.cut and 1 + mask.full > mask.budget:
             raise RecipeError(f"mask.budget must be above 1 + mask.full, {1 + mask.full:g}, but is {mask.budget:g}")
-        if mask.buys_full_steps and mask.cut:
-            raise RecipeError(f"mask.full must be above 0 for mask.late with a named cut, {mask.cut!r}, but is 0")
-        if mask.full_rho and not mask.full and not mask.late:
+        if mask.full_rho and not mask.full:
             raise RecipeError(
                 "mask.full_rho is the radius of full steps, but mask.full is 0: leave it out, or set it to 0"
             )

@@ -13,7 +13,8 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.nn import functional as F
 
 from sparsam.extras import need
 from sparsam.graphs import CapturedStep
-from sparsam.masks import BudgetMask
+from sparsam.masks import BudgetMask, StepKind
 from sparsam.optimizer import SAM
 from sparsam.step_time import step_time
 from sparsam.training.build import build_loader, build_loss, build_network, build_optimizer
@@ -99,18 +100,18 @@ class Trainer:
     def use_cut(self, summary: dict[str, Any]) -> None:
         """Let a BudgetMask take what another seed has measured, by its summary, so that seeds do not differ in it."""
         mask = self.budget_mask
-        if mask and mask.cut is None and summary.get("cut"):
-            mask.cut, mask.full = summary["cut"], summary.get("full", mask.full)
+        if mask and mask.unmeasured and summary:
+            mask.cut, mask.late_share = summary.get("cut"), summary.get("late_share")
 
     def _tell_cut(self, mask: BudgetMask) -> None:
         """Say what was chosen."""
-        text = f"perturbed is what lies behind the cut before {mask.cut!r}"
-        if mask.momentum_rho:
-            text += f" (and what lies before it along the momentum, by {mask.momentum_rho:g})"
+        text = f"perturbed is what lies behind the cut before {mask.cut!r}" if mask.cut else "everything is perturbed"
+        if mask.late_share is not None:
+            text += f" in the last {100 * mask.late_share:.3g} % of the steps"
         if mask.cost:
             text += f", where a step was measured to cost {mask.cost:.2f} base steps"
-        if mask.by_budget and mask.full:
-            text += f", and in the last {100 * mask.full:.3g} % of the steps everything"
+        if mask.momentum_rho:
+            text += f"; the others are perturbed along the momentum by {mask.momentum_rho:g}"
         self.progress.remark(text)
 
     def stop(self) -> None:
@@ -153,7 +154,7 @@ class Trainer:
                 self.progress.step_done(self.batch, time.perf_counter() - start)
             if self._captured and self._captured.eager_because:
                 self.progress.remark(f"no CUDA graph: {self._captured.eager_because}")
-            if self.budget_mask and self.budget_mask.cut:
+            if self.budget_mask and not self.budget_mask.unmeasured:
                 self._tell_cut(self.budget_mask)
             if self._stop or (every and self.batch % every == 0):
                 self._synchronise()
@@ -250,10 +251,8 @@ class Trainer:
         loss, accuracy, _ = self.evaluate()
         sam = self.opt if isinstance(self.opt, SAM) else None
         kinds = [sam.mask.kind(self.epoch * self.loader.steps + i) for i in range(self.loader.steps)] if sam else []
-        full = sum(kind.everything for kind in kinds) / self.loader.steps
-        shares = mask_density(sam, self.model, full) if sam else None
+        shares = mask_density(sam, self.model, kinds) if sam else None
         params = [p for group in self.opt.param_groups for p in group["params"]]
-        rho = None if sam is None else float(sam.param_groups[0]["rho"])
         return {
             "epoch": self.epoch + 1,
             "steps": (self.epoch + 1) * self.loader.steps,
@@ -261,12 +260,12 @@ class Trainer:
             "test_loss": loss,
             "test_accuracy": accuracy,
             "lr": self._lr(self.loader.steps - 1),
-            "rho": kinds[-1].rho if full == 1 and kinds[-1].rho is not None else rho,
+            "rho": _mean_radius(kinds, sam),
             "seconds": self.seconds,
             "elapsed": self.elapsed + self.seconds,
             "step_ms": 1000 * self.seconds / self.loader.steps,
             "peak_memory_mb": self.peak_memory_mb,
-            "perturbed": shares.pop("") if shares else None,
+            "perturbed": None if shares is None else shares.pop(""),
             "mask_density": shares,
             **self.mask_history.add(sam.selection if sam else None, params),
         }
@@ -290,6 +289,8 @@ class Trainer:
         epochs = self.directory.metrics()
         shares = [m["perturbed"] for m in epochs if m["perturbed"] is not None]
         perturbed = statistics.fmean(shares) if shares else None
+        mask = self.opt.mask if isinstance(self.opt, SAM) else None
+        kinds = [mask.kind(step) for step in range(epochs[-1]["steps"])] if mask else []
         return {
             "name": self.recipe.name,
             "method": self.recipe.method,
@@ -304,8 +305,8 @@ class Trainer:
             "peak_memory_mb": None if self.shared else epochs[-1]["peak_memory_mb"],
             "perturbed": perturbed,
             "cut": self.budget_mask.cut if self.budget_mask else None,
-            "full": self.budget_mask.full if self.budget_mask else None,
-            "theoretical_flops": theoretical_flops(perturbed),
+            "late_share": self.budget_mask.late_share if self.budget_mask else None,
+            "theoretical_flops": theoretical_flops(perturbed, 1 - sum(k.one_pass for k in kinds) / epochs[-1]["steps"]),
             "extra": {},
         }
 
@@ -412,23 +413,34 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def mask_density(opt: SAM, model: torch.nn.Module, full: float) -> dict[str, float]:
+def mask_density(opt: SAM, model: torch.nn.Module, kinds: Sequence[StepKind]) -> dict[str, float]:
     """Return the share of the weights of each block of the model that a mean step perturbs, and under "" of all.
 
     Args:
         opt: With the mask.
         model: With the blocks.
-        full: The share of the steps that perturb everything.
+        kinds: Of the steps.
     """
+    full = sum(kind.everything for kind in kinds) / len(kinds)
+    masked = 1 - full - sum(kind.one_pass for kind in kinds) / len(kinds)
     chosen: dict[str, Any] = {}
     total: dict[str, int] = {}
     names = {p: ".".join(name.split(".")[:2]) for name, p in model.named_parameters()}
     params = [p for group in opt.param_groups for p in group["params"]]
-    for p, m in zip(params, opt.selection or [], strict=True):
+    for p, m in zip(params, opt.selection or [False] * len(params), strict=True):
         for block in ("", names[p]):
             total[block] = total.get(block, 0) + p.numel()
             chosen[block] = chosen.get(block, 0) + (m.sum() if isinstance(m, Tensor) else m * p.numel())
-    return {block: (1 - full) * float(chosen[block]) / total[block] + full for block in total}
+    return {block: masked * float(chosen[block]) / total[block] + full for block in total}
+
+
+def _mean_radius(kinds: Sequence[StepKind], opt: SAM | None) -> float | None:
+    """Return rho of an epoch's steps, as most of those have it that perturb by a gradient; None if none does."""
+    rhos = Counter(kind.rho for kind in kinds if not kind.one_pass)
+    if opt is None or not rhos:
+        return None
+    ((rho, _),) = rhos.most_common(1)
+    return float(opt.param_groups[0]["rho"]) if rho is None else rho
 
 
 def _same_kind(own: Any, loaded: Any) -> Any:
