@@ -33,7 +33,7 @@ def kernels(precision: str = "ieee") -> Iterator[None]:
 
 @contextmanager
 def fastest_convolutions() -> Iterator[None]:
-    """Let cuDNN try its kernels for each new shape, and keep the fastest: worth it for what is run thousands of times."""
+    """Let cuDNN try its kernels for each new shape and keep the fastest, for what is run thousands of times."""
     before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, True
     try:
         yield
