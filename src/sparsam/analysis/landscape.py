@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from sparsam.analysis.directions import Checkpoint, Direction, Plane, principal_directions, random_directions
 from sparsam.analysis.fusion import fastest
-from sparsam.analysis.kernels import fastest_convolutions
 from sparsam.analysis.objective import Objective, is_pair
 from sparsam.checks import check_choice, check_number, check_whole
 
@@ -162,7 +161,7 @@ def loss_landscape(
     objective = Objective(model, loss_fn, data, batch_size=BATCH if batch_size is None else batch_size)
     # Autocast would go on using the weights of the first point, which it has converted and kept.
     autocast = torch.autocast(objective.device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False)
-    with torch.no_grad(), autocast, fastest_convolutions():
+    with torch.no_grad(), autocast:
         forward = fastest(objective) if precision == "bf16" else None
         if forward is not None and batch_size is None and is_pair(data) and data[0][0].numel() <= SMALL:
             objective = Objective(model, loss_fn, data, batch_size=FUSED_BATCH)
