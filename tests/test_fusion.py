@@ -149,6 +149,32 @@ def test_it_has_no_weights_of_its_own():
     assert not any(isinstance(part, Fused) for part in model.modules())
 
 
+@pytest.mark.parametrize("name", COUNTS)
+def test_inputs_are_prepared_once_where_the_first_convolution_alone_reads_them(name):
+    fast = FusedForward(networks(name), torch.float64)
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    ready = fast.prepare(x)
+    if name == "twice":  # whose first convolution is not fused
+        assert ready is x
+        return
+    assert ready.shape == (2, 32, 32, 32)
+    assert torch.equal(ready[:, :3], x)
+    assert not ready[:, 3:].any()
+    assert torch.equal(fast(ready), fast(x))
+    assert fast.prepare(ready) is ready
+
+
+def test_inputs_that_are_read_twice_stay():
+    class Skip(Odd):
+        def forward(self, x):
+            return super().forward(x) + x.mean()
+
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    fast = FusedForward(as_trained(Skip()), torch.float64)
+    assert len(fast.fused) == 3
+    assert fast.prepare(x) is x
+
+
 def test_nothing_is_fused_on_a_cpu():
     assert fastest(objective_of(networks("resnet-small"))) is None
 

@@ -78,11 +78,16 @@ class FusedForward:
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self.module = fused(model, dtype)
         self.fused = [part for part in self.module.modules() if isinstance(part, Fused)]
+        self.first = _first(self.module)
         self.refresh()
 
     def __call__(self, x: Any) -> Any:
         """Run it."""
         return self.module(x)
+
+    def prepare(self, x: Any) -> Any:
+        """Return inputs as the first convolution wants them, to be made once for many runs; unless others read them."""
+        return x if self.first is None else self.first.prepare(x)
 
     def refresh(self) -> None:
         """Take the weights that the model has now."""
@@ -128,13 +133,12 @@ class Fused(Folded):
     def __init__(self, convolution: nn.Conv2d, norm: nn.BatchNorm2d, *, relu: bool, dtype: torch.dtype) -> None:
         super().__init__(convolution, norm, relu=relu)
         outputs, inputs, *kernel = convolution.weight.shape
-        self.missing = (FEW if inputs < CHANNELS else -(-inputs // CHANNELS) * CHANNELS) - inputs
-        if convolution.groups > 1:
-            self.missing = 0
+        few = convolution.groups == 1 and inputs % CHANNELS
+        width = max(FEW, -(-inputs // CHANNELS) * CHANNELS) if few else inputs
         self.pointwise = convolution.kernel_size == (1, 1) and self.how[1:] == ((0, 0), (1, 1), 1)
         self.cudnn = convolution.weight.is_cuda and dtype == torch.bfloat16
         self.dtype, self.inverse_deviation = dtype, _inverse_deviation(norm)
-        padded = torch.zeros(outputs, inputs + self.missing, *kernel, dtype=dtype, device=convolution.weight.device)
+        padded = torch.zeros(outputs, width, *kernel, dtype=dtype, device=convolution.weight.device)
         self.weight, self.bias = padded.contiguous(memory_format=torch.channels_last), padded.new_zeros(outputs)
 
     @torch.no_grad()
@@ -146,8 +150,7 @@ class Fused(Folded):
 
     def forward(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
         """Return relu(norm(convolution(x)) + shortcut), as far as these are there."""
-        x = F.pad(x.to(self.dtype), (0, 0, 0, 0, 0, self.missing)) if self.missing else x.to(self.dtype)
-        x = x.contiguous(memory_format=torch.channels_last)
+        x = self.prepare(x)
         if self.relu and self.cudnn:
             if shortcut is None:
                 return torch.cudnn_convolution_relu(x, self.weight, self.bias, *self.how)
@@ -165,11 +168,29 @@ class Fused(Folded):
                 h = F.conv2d(x, self.weight, self.bias, *self.how)
         return self.after(h, shortcut)
 
+    def prepare(self, x: Tensor) -> Tensor:
+        """Return x in the type, order and number of channels that are fast; one that is so already as it is."""
+        x = x.to(self.dtype).contiguous(memory_format=torch.channels_last)  # first, while it has few channels
+        missing = self.weight.shape[1] * self.how[3] - x.shape[1]
+        return F.pad(x, (0, 0, 0, 0, 0, missing)).contiguous(memory_format=torch.channels_last) if missing else x
+
     def shape(self, x: Tensor) -> tuple[int, ...]:
         """Return the shape of the convolution's output."""
         sides = zip(x.shape[2:], self.weight.shape[2:], *self.how[:3], strict=True)
         sizes = ((n + 2 * padding - dilation * (k - 1) - 1) // stride + 1 for n, k, stride, padding, dilation in sides)
         return len(x), len(self.weight), *sizes
+
+
+def _first(module: nn.Module) -> Fused | None:
+    """Return the part that alone reads the inputs of a fused module, if there is one."""
+    if not isinstance(module, fx.GraphModule):
+        return None
+    inputs, *more = [node for node in module.graph.nodes if node.op == "placeholder"]
+    user = _only_user(inputs)
+    if more or user is None or user.op != "call_module" or user.args != (inputs,):
+        return None
+    part = module.get_submodule(str(user.target))
+    return part if isinstance(part, Fused) else None
 
 
 def _inverse_deviation(norm: nn.BatchNorm2d) -> Tensor:

@@ -31,6 +31,7 @@ Progress = Callable[[int, int, float], object]
 GIB = 2**30
 WORKING = 4  # vectors beside V: the remainder, and in a product its sum and a batch's first and second derivative
 TOLERANCES = {"fp32": 1e-4, "tf32": 3e-3}  # a search that rounds to three digits leaves one to two thousandths
+FURTHER = {"fp32": 1.0, "tf32": 0.7}  # how far the search goes, for float32 then sees what TF32 has rounded
 EIGENVALUES, DENSITY = 0, 1  # whose random numbers
 
 
@@ -185,7 +186,8 @@ def top_eigenvalues(
 
     _check_loss(objective)
     search = _product(objective, precision)
-    space = largest(search, start, k, steps=products - k, vectors=vectors, tolerance=tolerance, tell=clock.tick)
+    further = tolerance * FURTHER[precision]
+    space = largest(search, start, k, steps=products - k, vectors=vectors, tolerance=further, tell=clock.tick)
     scale = float(np.abs(space.ritz().values).max())
     space.restart(k)
     exact = _product(objective, "fp32")

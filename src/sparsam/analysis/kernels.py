@@ -1,4 +1,4 @@
-"""Which of torch's kernels are used."""
+"""Which of torch's kernels second derivatives are computed with."""
 
 from __future__ import annotations
 
@@ -29,16 +29,6 @@ def kernels(precision: str = "ieee") -> Iterator[None]:
     finally:
         for backend, old in zip(backends, before, strict=True):
             backend.fp32_precision = old
-
-
-@contextmanager
-def fastest_convolutions() -> Iterator[None]:
-    """Let cuDNN try its kernels for each new shape and keep the fastest, for what is run thousands of times."""
-    before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, True
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
 
 
 @contextmanager

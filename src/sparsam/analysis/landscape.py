@@ -163,8 +163,11 @@ def loss_landscape(
     autocast = torch.autocast(objective.device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False)
     with torch.no_grad(), autocast:
         forward = fastest(objective) if precision == "bf16" else None
-        if forward is not None and batch_size is None and is_pair(data) and data[0][0].numel() <= SMALL:
+        if forward is not None and batch_size is None and is_pair(data) and _values(data[0]) <= SMALL:
             objective = Objective(model, loss_fn, data, batch_size=FUSED_BATCH)
+        if forward is not None and all(_values(x) <= SMALL for x, _ in objective.batches):
+            batches = [(forward.prepare(x), y) for x, y in objective.batches]  # in memory that large images have not
+            objective = Objective(model, loss_fn, batches)
         centre = objective.loss(forward).item()
         if not math.isfinite(centre):
             raise ValueError(f"the loss at the model's own weights must be finite, but is {centre}: {_blame(model)}")
@@ -208,6 +211,11 @@ def loss_landscape(
             finally:
                 plane.back()
         return grid.save()
+
+
+def _values(x: Any) -> float:
+    """Return how many values a sample has; too many where it is not a tensor."""
+    return x[0].numel() if isinstance(x, Tensor) and x.dim() else math.inf
 
 
 class _Grid:
