@@ -96,7 +96,7 @@ def test_a_budget_that_buys_the_last_steps_chooses_no_cut(capsys, tmp_path):
     cuts.show(recipe, images, costs, torch.device("cpu"), budget=1.05)
     text = capsys.readouterr().out
     assert [row for row in rows(text) if row[4]] == []
-    assert 'BudgetMask(model, cut="layer4", budget=1.05, total_steps=STEPS, momentum_rho=0.5)' in text
+    assert 'BudgetMask(model, cut="layer3", budget=1.05, total_steps=STEPS, momentum_rho=0.5)' in text
 
 
 def test_a_budget_that_nothing_fits_is_refused_below_the_table():

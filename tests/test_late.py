@@ -93,6 +93,65 @@ def test_without_a_momentum_the_first_steps_are_those_of_the_base_optimizer():
     assert same(weights(t.model), weights(plain.model))
 
 
+@pytest.mark.parametrize("at", [3, 6, 9])
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("norm", ["perturbed", "whole"])
+def test_a_resumed_run_is_the_same_in_both_phases(at, adaptive, norm):
+    results = []
+    for resumes in (False, True):
+        t = task()
+        options = {"cut": "3", "total_steps": 12, "late_share": 0.5, "momentum_rho": 0.4, "norm": norm}
+        opt = sam(t.model, adaptive=adaptive, **options)
+        for step in range(12):
+            if resumes and step == at:
+                state = copy.deepcopy(opt.state_dict())
+                opt = sam(t.model, adaptive=adaptive, **options)
+                opt.load_state_dict(state)
+            opt.step(t.closure(opt))
+        results.append(weights(t.model))
+    assert same(*results)
+
+
+def test_a_step_of_one_pass_makes_no_mask_and_needs_none_in_a_cuda_graph():
+    t = task()
+    opt = sam(t.model, cut="3", total_steps=4, late_share=0.5)
+    due = []
+    for _ in range(4):
+        due.append(opt.mask_is_due())
+        opt.step(t.closure(opt))
+    assert due == [False, False, True, False]
+
+
+def test_one_pass_inside_an_autocast_block():
+    """Without clearing autocast's cache of casts the pass would see w, and the step be SGD's."""
+    t, twin = task(torch.float32), task(torch.float32)
+    opt = sam(t.model, total_steps=10**6, late_share=1e-6, momentum_rho=2.0)
+    base = torch.optim.SGD(twin.model.parameters(), **BASE)
+    opt.step(t.closure(opt))
+    base.step(twin.closure(base))
+    with torch.autocast("cpu", torch.bfloat16):
+        t.loss()  # casts that are kept
+        opt.step(t.closure(opt))
+        after = t.loss().item()
+    moved = [p.detach().clone() for p in twin.model.parameters()]
+    velocities = [base.state[p]["momentum_buffer"] for p in twin.model.parameters()]
+    norm = torch.stack([v.square().sum() for v in velocities]).sum().sqrt()
+    with torch.no_grad():
+        for p, v in zip(twin.model.parameters(), velocities, strict=True):
+            p -= 2.0 * v / norm
+    base.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        twin.loss().backward()
+    with torch.no_grad():
+        for p, w in zip(twin.model.parameters(), moved, strict=True):
+            p.copy_(w)
+    base.step()
+    for a, b in zip(t.model.parameters(), twin.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert after == pytest.approx(t.loss().item(), rel=1e-6)
+
+
 def test_a_mask_within_selects_in_the_last_steps():
     t = task()
     opt = sam(t.model, cut="3", late_share=0.5, within=RandomMask(0.5, interval=2))
@@ -109,7 +168,7 @@ def test_the_length_of_the_perturbation_is_rho():
     before, params = weights(t.model), list(t.model.parameters())
     with torch.no_grad():
         saved = perturb_along_momentum(params, opt.state, 0.4)
-    moved = [p - b for p, b in zip(params, before, strict=False)]
+    moved = [p - b for p, b in zip(params, before[: len(params)], strict=True)]
     assert sum(m.square().sum() for m in moved).sqrt().item() == pytest.approx(0.4, rel=1e-12)
     dot = sum((m * opt.state[p]["momentum_buffer"]).sum() for m, p in zip(moved, params, strict=True)).item()
     assert dot < 0  # where the next step goes, w - lr v
@@ -192,11 +251,21 @@ def test_the_budget_buys_last_steps(first, last, budget, share):
     assert choose_share(first, last, budget) == share
 
 
-@pytest.mark.parametrize("budget", [1.05, 1.0501, 1.02])
-def test_a_budget_that_buys_none_is_refused(budget):
-    message = rf"^budget must be above 1.05, what a step costs that perturbs by no gradient, .*, but is {budget:g}$"
+@pytest.mark.parametrize(
+    ("first", "last", "budget", "share", "least"),
+    [
+        (1.05, 1.65, 1.05, 0.001, 1.051),
+        (1.05, 1.65, 1.0501, 0.001, 1.051),
+        (1.05, 1.65, 1.02, 0.001, 1.051),
+        (1.05, 1.65, 1.1, 0.25, 1.2),  # a single step of four
+        (1.3, 1.3, 1.25, 0.001, 1.3),
+    ],
+)
+def test_a_budget_that_buys_none_is_refused(first, last, budget, share, least):
+    message = rf"^budget must be at least {least:g}, where one step can .* others cost {first:g}, but is {budget:g}$"
     with pytest.raises(ValueError, match=message):
-        choose_share(1.05, 1.65, budget)
+        choose_share(first, last, budget, share)
+    assert choose_share(first, last, least, share) >= share
 
 
 @pytest.mark.parametrize("momentum_rho", [0.3, None])
@@ -210,7 +279,7 @@ def test_what_was_measured_is_kept(monkeypatch, momentum_rho):
     opt.step(t.closure(opt))
     share = 0.6 if momentum_rho else 0.666  # 0.3 / 0.5, 0.4 / 0.6
     assert (opt.mask.cut, opt.mask.late_share, opt.mask.cost) == ("3", share, 1.6)
-    assert repr(opt.mask).endswith(f" late_share={share}")
+    assert repr(opt.mask).endswith(f" with {100 * share:g} % of the steps perturbed")
     file = io.BytesIO()
     torch.save(opt.state_dict(), file)
     file.seek(0)
@@ -288,7 +357,11 @@ REFUSED = {
     "half a step": ({"total_steps": 1.5}, "total_steps must be a whole number >= 1, but is 1.5$"),
     "a share of how many?": ({"late_share": 0.5}, f"late_share {NEEDS_STEPS}"),
     "a momentum until when?": ({"momentum_rho": 0.5}, f"momentum_rho {NEEDS_STEPS}"),
-    "no share": ({"total_steps": 9, "late_share": 0.0}, r"late_share must be above 0, or no step perturbs \(leave"),
+    "no share": ({"total_steps": 9, "late_share": 0.0}, "late_share must be that of a step or more of total_steps=9, "),
+    "less than a step": (
+        {"total_steps": 9, "late_share": 0.1},
+        "late_share must .*, but is 0.1 .leave it out, and the",
+    ),
     "more than all": ({"total_steps": 9, "late_share": 1.5}, r"late_share must be a number in \[0, 1\], but is 1.5$"),
     "spread evenly and last": (
         {"total_steps": 9, "full": 0.2},
@@ -313,7 +386,7 @@ def test_a_momentum_of_another_name_is_missed():
                     state["speed"] = state.pop("momentum_buffer")
 
     t = task()
-    mask = BudgetMask(t.model, total_steps=9, late_share=0.1, momentum_rho=0.4)
+    mask = BudgetMask(t.model, total_steps=9, late_share=0.2, momentum_rho=0.4)
     opt = SAM(t.model.parameters(), Own, mask=mask, lr=0.1, momentum=0.9)
     opt.step(t.closure(opt))
     before = weights(t.model)

@@ -418,14 +418,16 @@ def test_a_measured_cut_is_told_and_kept(tmp_path):
     assert saved["optimizer"]["sparsam"]["behind"]["cut"] == "stem"
 
 
-def test_seeds_share_what_the_first_has_measured(tmp_path, monkeypatch):
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_seeds_share_what_the_first_has_measured(tmp_path, monkeypatch, at_once):
     asked, told = [], []
     monkeypatch.setattr("sparsam.behind.late_costs", lambda *_, **__: asked.append(1) or (1.1, 1.6))
     monkeypatch.setattr("sparsam.training.trainer.Progress.remark", lambda self, text: told.append(text))
     shutil.copy(ROOT / "recipes/digits-sgd.toml", tmp_path)
     (tmp_path / "r.toml").write_text('extends = "digits-sgd.toml"\n[sam]\nenabled = true\n[mask]\nkind = "budget"\n')
     settings = ["mask.budget=1.3", "mask.late=true", "mask.momentum_rho=1", "train.epochs=1"]
-    for run in compare_recipes([tmp_path / "r.toml"], seeds=2, output=tmp_path, overrides=settings, device=CPU):
+    options = {"overrides": settings, "device": CPU, "at_once": at_once}
+    for run in compare_recipes([tmp_path / "r.toml"], seeds=2, output=tmp_path, **options):
         summary = RunDirectory(run).summary()
         assert (summary["cut"], summary["late_share"]) == (None, 0.4)  # 0.2 / 0.5
         assert summary["perturbed"] == pytest.approx(4 / 12)  # of 12 steps
@@ -433,8 +435,8 @@ def test_seeds_share_what_the_first_has_measured(tmp_path, monkeypatch):
     assert len(asked) == 1
     assert set(told) == {
         "everything is perturbed in the last 40 % of the steps, where a step was measured to cost 1.60 base steps; the "
-        "others are perturbed along the momentum by 1",
-        "everything is perturbed in the last 40 % of the steps; the others are perturbed along the momentum by 1",
+        "others take one pass, moved along the momentum by 1",
+        "everything is perturbed in the last 40 % of the steps; the others take one pass, moved along the momentum by 1",
     }
 
 

@@ -144,13 +144,14 @@ class BehindCut:
         mask = self.mask
         if not isinstance(mask, BudgetMask) or not mask.unmeasured:
             return
+        how = {"device_time": device_time, "adaptive": self.adaptive}
         # What fits on one rank may not fit on another, which then must not be alone with its error.
         if mask.total_steps is not None:
-            first, last = late_costs(mask.model, closure, base, rehearsal(mask.cut), device_time=device_time)
+            first, last = late_costs(mask.model, closure, base, rehearsal(mask.cut), **how)
             mask.choose_late(*value_of_rank_zero((first if mask.momentum_rho else 1.0, last)))
             return
         limit = step_limit(mask.budget, mask.full)
-        costs = cut_costs(mask.model, closure, base, rehearsal, device_time=device_time, limit=limit)
+        costs = cut_costs(mask.model, closure, base, rehearsal, **how, limit=limit)
         mask.choose(value_of_rank_zero({cut.name: cost for cut, cost in costs.items()}))
 
     # ------------------------------------------------------------------------------------------------ state

@@ -28,6 +28,7 @@ def cut_costs(
     rehearsal: Callable[[str], Callable[[], None]],
     *,
     device_time: bool = False,
+    adaptive: bool = False,
     limit: float | None = None,
 ) -> dict[Cut, float]:
     r"""Measure what a step costs from each cut, in base steps; earliest cut first.
@@ -50,13 +51,14 @@ def cut_costs(
         base: The base optimizer. Its step is timed on a copy.
         rehearsal: Returns, for a cut, what a step from there does before the base optimizer's (:meth:`SAM.rehearsal`).
         device_time: See :func:`sparsam.find_cuts`.
+        adaptive: Whether the perturbation is ASAM's, which takes longer.
         limit: What a step may cost; None: no real step is timed.
     """
     cuts = find_cuts(model, closure, device_time=device_time)
     if not cuts:
         return {}
     with no_trace(model), torch.enable_grad():
-        parts = _Parts(closure, base, device_time)
+        parts = _Parts(closure, base, device_time, adaptive)
         # Rank 0's, because all ranks must measure the same cuts below: the closure communicates.
         costs = value_of_rank_zero(
             {
@@ -81,15 +83,16 @@ def late_costs(
     rehearsal: Callable[[], None],
     *,
     device_time: bool = False,
+    adaptive: bool = False,
 ) -> tuple[float, float]:
     """Measure what a step of one pass at perturbed weights costs, and a real one of two, in base steps.
 
     Args:
-        model, closure, base, device_time: As for :func:`cut_costs`.
+        model, closure, base, device_time, adaptive: As for :func:`cut_costs`.
         rehearsal: What a step of two passes does before the base optimizer's.
     """
     with no_trace(model), torch.enable_grad():
-        parts = _Parts(closure, base, device_time)
+        parts = _Parts(closure, base, device_time, adaptive)
         last = max(1.0, round(parts.measured(rehearsal), 2))
         return min(last, round(1 + parts.perturbing / parts.base_step, 2)), last
 
@@ -97,11 +100,11 @@ def late_costs(
 class _Parts:
     """The parts of a step, timed: a pass, the base optimizer's own step, and perturbing all weights."""
 
-    def __init__(self, closure: Callable[[], Any], base: Optimizer, device_time: bool) -> None:
+    def __init__(self, closure: Callable[[], Any], base: Optimizer, device_time: bool, adaptive: bool) -> None:
         params = [p for group in base.param_groups for p in group["params"]]
         self.clock = Clock(params[0].device, device_time)
         closure()
-        works = (closure, _stepping(base), _perturbing(params))
+        works = (closure, _stepping(base), _perturbing(params, adaptive))
         times = [[self.clock.time(work) for work in works] for _ in range(1 + TIMINGS)][1:]  # the first warms up
         self.one_pass, self.stepping, self.perturbing = map(min, zip(*times, strict=True))
         self.base_step = self.one_pass + self.stepping
@@ -120,14 +123,15 @@ def _settle(costs: dict[Cut, float]) -> None:
         least = costs[cut] = max(1.0, min(least, round(cost, 2)))
 
 
-def _perturbing(params: Sequence[Tensor]) -> Callable[[], None]:
+def _perturbing(params: Sequence[Tensor], adaptive: bool) -> Callable[[], None]:
     used = [p for p in params if p.grad is not None]
     grads, rhos = [p.grad for p in used], [torch.zeros((), device=p.device) for p in used[:1]] * len(used)
 
     @torch.no_grad()
     def work() -> None:
         if used:
-            restore(perturb(used, grads, [True] * len(used), rhos, guard=False))  # type: ignore[arg-type]
+            everything = [True] * len(used)
+            restore(perturb(used, grads, everything, rhos, adaptive=adaptive, guard=False))  # type: ignore[arg-type]
 
     return work
 

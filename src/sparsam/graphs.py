@@ -20,9 +20,9 @@ class CapturedStep:
     """Takes steps like `opt.step(closure)`, from a CUDA graph wherever that is possible.
 
     The first steps run eagerly, as do those that make a mask; the graph is captured after them, and again if an update
-    changes which tensors the mask is made of. A mask with several kinds of steps has a graph for each kind. A step that
-    draws random numbers cannot be captured (its two passes could not be made to draw the same ones): it stays eager,
-    and `eager_because` says so.
+    changes which tensors the mask is made of, if weights are frozen or freed, and after `load_state_dict()`. A mask
+    with several kinds of steps has a graph for each kind. A step that draws random numbers cannot be captured (its two
+    passes could not be made to draw the same ones): it stays eager, and `eager_because` says so.
 
     The closure must read its batch from tensors that stay where they are, and the learning rate and rho must be device
     tensors if they change.
@@ -38,7 +38,7 @@ class CapturedStep:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # of eager steps: not the default one
         self._taken: Counter[StepKind | None] = Counter()
         self._graphs: dict[StepKind | None, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._captured_for: Selection | None = None
+        self._captured_for: tuple[Selection | None, object] = None, None
         if isinstance(opt, SAM):
             opt.captured = True
 
@@ -49,9 +49,10 @@ class CapturedStep:
         self._taken[kind] += 1
         if self._taken[kind] <= WARM_UP or self.eager_because or (sam and sam.mask_is_due()):
             return self._eager()
-        if selection is not self._captured_for:
+        inputs = sam and (sam.reloads, [p.requires_grad for group in sam.param_groups for p in group["params"]])
+        if selection is not self._captured_for[0] or inputs != self._captured_for[1]:
             self._graphs.clear()  # all of them: they share memory
-            self._captured_for = selection
+            self._captured_for = selection, inputs
         if kind not in self._graphs:
             self._graphs[kind] = self._capture()
         graph, loss = self._graphs[kind]

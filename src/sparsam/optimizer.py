@@ -149,6 +149,7 @@ class SAM(Optimizer):
         self._updated_at = -1  # ... which was made for this step
         self._selected_from: list[bool] = []  # which parameters the mask could choose from
         self._behind = BehindCut(self.mask, self.adaptive)
+        self.reloads = 0  # how often what a step reads was replaced: a captured graph goes on reading the old
         self.captured = False  # whether steps will run from a CUDA graph: what a budget measures depends on it
         self._saved: list[Saved] = []
         self._phase = Phase.IDLE
@@ -190,6 +191,7 @@ class SAM(Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
+        self.reloads += 1
         not_perturbed = [False] * len(self.param_groups[-1]["params"])
         self._selection = None if self._selection is None else [*self._selection, *not_perturbed]
         self._before_update = None if self._before_update is None else [*self._before_update, *not_perturbed]
@@ -525,6 +527,7 @@ class SAM(Optimizer):
         self._behind.load(own.get("behind", {}), params[0].device)
         self.steps = own["steps"]
         self.mask.seed = own["seed"]
+        self.reloads += 1
         self._start()
 
     def _settings(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from sparsam.training.environment import processor
 from sparsam.training.trainer import AUTOCAST
 
 USUAL_COST = 1.25  # the example in the last line costs about BudgetMask's default budget
+LATE_COST = 1.65  # or, where only the last steps perturb, what layer2 of a ResNet-18 does
 
 
 class Images(NamedTuple):
@@ -124,13 +125,15 @@ def show(
     console.print(_caption(recipe, images, device), style="dim")
     if refusal:
         raise refusal
-    usual = min(costs, key=lambda cut: abs(costs[cut] - USUAL_COST)).name  # about 1.25
+    usual_cost = LATE_COST if mask.late else USUAL_COST
+    usual = min(costs, key=lambda cut: abs(costs[cut] - usual_cost)).name
     example = mask.cut or chosen or usual
     console.print("To perturb only what lies behind a cut, and to compute nothing before it twice:")
     options = {name: getattr(mask, name) for name in ("full", "full_rho", "late_share", "momentum_rho")}
     others = "".join(f", {name}={value:g}" for name, value in options.items() if value)
     if mask.late:
-        others = f", budget={budget or mask.budget:g}, total_steps=STEPS{others}"
+        bought = "" if mask.late_share else f", budget={budget or mask.budget:g}"
+        others = f"{bought}, total_steps=STEPS{others}"
     console.print(f'  BudgetMask(model, cut="{example}"{others})', soft_wrap=True)
 
 

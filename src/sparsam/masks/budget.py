@@ -24,9 +24,9 @@ class BudgetMask(Mask):
 
     .. math::  (1 - q)\,(1 + f) + 2\,q \;\le\; \text{budget}
 
-    base steps, with exactly the gradient of the masked step (:mod:`sparsam.replay`). The cut is measured in the first
-    step, on your machine and your batch: the earliest one that fits the budget is taken, and kept from then on, also
-    in the optimizer's state.
+    base steps, with exactly the gradient of the masked step (:mod:`sparsam.replay`). The earliest cut that fits the
+    budget is taken. What a budget buys is measured in the first step, on your machine and your batch, and kept from
+    then on, also in the optimizer's state.
 
     .. math::  \epsilon = \rho\,\frac{g}{\lVert g_{behind}\rVert_2}\odot m
 
@@ -37,7 +37,7 @@ class BudgetMask(Mask):
 
     Args:
         model: The network that is trained; in distributed training the DistributedDataParallel around it.
-        budget: What the mean step may cost, in base steps: above 1. Two runs may measure different cuts.
+        budget: What the mean step may cost, in base steps: above 1. Two runs may measure differently.
         cut: The module before which the cut lies, such as "layer4"; None: it is measured, or, with `total_steps`, there
             is none and the last steps perturb everything. Without `total_steps` a named cut leaves the budget no say.
         full: The share of the steps that perturb everything, in [0, 1], evenly spread.
@@ -46,7 +46,8 @@ class BudgetMask(Mask):
         late_share: The share of those last steps, in (0, 1]; None: as many as the budget buys, measured in the first
             step.
         momentum_rho: Steps of one pass take their gradient at :math:`w - \rho_m v / \lVert v \rVert_2`, with v the
-            base optimizer's momentum (Momentum-SAM), which takes no pass of its own; None: at w.
+            base optimizer's momentum (Momentum-SAM), which takes no pass of its own; None: at w. All groups are moved,
+            whatever their rho.
         norm: What the perturbation is divided by. "perturbed": the norm of the gradient behind the cut. "whole": that
             of the whole gradient, estimated from the ratio of the two in the step before.
         within: A mask that selects among the weights behind the cut; None: all of them are perturbed.
@@ -146,14 +147,14 @@ class BudgetMask(Mask):
     def __repr__(self) -> str:
         if not self.measures or self.unmeasured:
             return super().__repr__()
-        found = f"cut before {self.cut!r}" if self.total_steps is None else f"late_share={self.late_share:g}"
-        return f"{super().__repr__()} {found}"
+        if self.total_steps is None:
+            return f"{super().__repr__()} cut before {self.cut!r}"
+        return f"{super().__repr__()} with {100 * self.late_share:g} % of the steps perturbed"  # type: ignore[operator]
 
     def kind(self, step: int) -> StepKind:
         """Return what a step is: of one pass, cut, or full, as floor(n * full) of the first n steps are."""
         if self.total_steps is not None:
-            last = math.floor((self.late_share or 0.0) * self.total_steps + 1e-6)
-            if step < self.total_steps - last:
+            if step < self.total_steps - _last_steps(self.late_share or 0.0, self.total_steps):
                 return StepKind(one_pass=True, momentum_rho=self.momentum_rho)
         elif math.floor((step + 1) * self.full) > math.floor(step * self.full):
             return StepKind(everything=True, rho=self.full_rho)
@@ -175,7 +176,8 @@ class BudgetMask(Mask):
             first: What a step of one pass costs, in base steps.
             last: What a step from the cut costs.
         """
-        self.late_share = choose_share(first, last, self.budget)
+        assert self.total_steps is not None
+        self.late_share = choose_share(first, last, self.budget, max(0.001, 1 / self.total_steps))
         self.cost = last
 
     def select(self, params: Sequence[Tensor], step: int, previous: Selection | None) -> Selection:
@@ -190,7 +192,7 @@ def check_budget(budget: float) -> None:
 
 
 def _check_late(total_steps: int | None, late_share: float | None, momentum_rho: float | None, full: float) -> None:
-    """Refuse settings of first and last steps where there are none, and none that are clear."""
+    """Refuse settings of first and last steps where training's length is not given, and those that contradict it."""
     if total_steps is None:
         for name, given in (("late_share", late_share), ("momentum_rho", momentum_rho)):
             if given is not None:
@@ -203,8 +205,15 @@ def _check_late(total_steps: int | None, late_share: float | None, momentum_rho:
         raise ValueError(f"full must be 0 where only the last of total_steps steps perturb, but is {full}")
     if late_share is not None:
         check_share("late_share", late_share)
-        if not late_share:
-            raise ValueError("late_share must be above 0, or no step perturbs (leave it out, and the budget buys some)")
+        if not _last_steps(late_share, total_steps):
+            raise ValueError(
+                f"late_share must be that of a step or more of total_steps={total_steps}, or none perturbs by a "
+                f"gradient, but is {late_share:g} (leave it out, and the budget buys some)"
+            )
+
+
+def _last_steps(share: float, total: int) -> int:
+    return math.floor(share * total + 1e-6)
 
 
 def step_limit(budget: float, full: float) -> float:
@@ -245,7 +254,7 @@ def choose_cut(costs: dict[str, float], budget: float, full: float = 0.0) -> str
     )
 
 
-def choose_share(first: float, last: float, budget: float) -> float:
+def choose_share(first: float, last: float, budget: float, least_share: float = 0.001) -> float:
     r"""Return the share q of last steps that keep the budget, in thousandths.
 
     .. math::  (1 - q)\, a + q\, b \le \text{budget}
@@ -254,16 +263,17 @@ def choose_share(first: float, last: float, budget: float) -> float:
         first: What the other steps, those of one pass, cost: a base steps.
         last: What the last ones cost: b.
         budget: What the mean step may cost.
+        least_share: That of a single step.
 
     >>> choose_share(1.05, 1.65, budget=1.25)
     0.333
     """
     if last <= budget:
         return 1.0
-    share = math.floor(1000 * (budget - first) / (last - first) + 1e-6) / 1000
-    if share <= 0:
+    least = first + (last - first) * least_share
+    if first >= last or budget < least:
         raise ValueError(
-            f"budget must be above {first:g}, what a step costs that perturbs by no gradient, or there is nothing left "
-            f"for those that do, but is {budget:g}"
+            f"budget must be at least {math.ceil(1000 * least) / 1000:g}, where one step can perturb by a gradient and "
+            f"the others cost {first:g}, but is {budget:g}"
         )
-    return share
+    return max(least_share, math.floor(1000 * (budget - first) / (last - first) + 1e-6) / 1000)

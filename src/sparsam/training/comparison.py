@@ -60,13 +60,18 @@ def compare_recipes(
     if len({path for _, path in planned}) < len(planned):
         raise RecipeError("the recipes must have different names, but two have the same")
 
+    begun: dict[str, Trainer] = {}  # the first run of each recipe here
+
     def trainer(recipe: Recipe, path: Path) -> Trainer:
         gc.collect()  # the run before must not count in this one's memory
         if (path / "recipe.json").is_file():
-            return old_run(path, device=device, progress=progress())
-        run = new_run(recipe, path, device=device, progress=progress())
-        others = [RunDirectory(p) for r, p in planned if r.name == recipe.name]
-        run.use_cut(next((other.summary() for other in others if other.finished), {}))
+            run = old_run(path, device=device, progress=progress())
+        else:
+            run = new_run(recipe, path, device=device, progress=progress())
+            finished = [RunDirectory(p) for r, p in planned if r.name == recipe.name and RunDirectory(p).finished]
+            first = begun.get(recipe.name)
+            run.use_measured(first.measured() if first else finished[0].summary() if finished else {})
+        begun.setdefault(recipe.name, run)
         return run
 
     waiting = (
@@ -90,10 +95,11 @@ def _take_turns(waiting: Iterable[Callable[[], Trainer]], at_once: int, device: 
 
     with stopping_on_signals(stop):
         while True:
-            while len(turns) < at_once and not stopped and (start := next(waiting, None)):
-                turns.append(_Turns(start(), device, alone=at_once == 1))
+            if len(turns) < at_once and not stopped and (start := next(waiting, None)):
+                # Its first step comes next, in which it may measure what another seed then uses.
+                turns.appendleft(_Turns(start(), device, alone=at_once == 1))
                 if stopped:  # while it was being made
-                    turns[-1].run.stop()
+                    turns[0].run.stop()
             if not turns:
                 break
             try:

@@ -97,21 +97,27 @@ class Trainer:
         mask = self.opt.mask if isinstance(self.opt, SAM) else None
         return mask if isinstance(mask, BudgetMask) else None
 
-    def use_cut(self, summary: dict[str, Any]) -> None:
-        """Let a BudgetMask take what another seed has measured, by its summary, so that seeds do not differ in it."""
+    def measured(self) -> dict[str, Any]:
+        """Return what a BudgetMask has measured, or was given."""
         mask = self.budget_mask
-        if mask and mask.unmeasured and summary:
-            mask.cut, mask.late_share = summary.get("cut"), summary.get("late_share")
+        return {"cut": mask.cut if mask else None, "late_share": mask.late_share if mask else None}
 
-    def _tell_cut(self, mask: BudgetMask) -> None:
+    def use_measured(self, found: dict[str, Any]) -> None:
+        """Let a BudgetMask take what another seed has measured, so that seeds do not differ in it."""
+        mask = self.budget_mask
+        if mask and mask.unmeasured and found:
+            mask.cut, mask.late_share = found.get("cut"), found.get("late_share")
+
+    def _tell_measured(self, mask: BudgetMask) -> None:
         """Say what was chosen."""
         text = f"perturbed is what lies behind the cut before {mask.cut!r}" if mask.cut else "everything is perturbed"
         if mask.late_share is not None:
             text += f" in the last {100 * mask.late_share:.3g} % of the steps"
         if mask.cost:
             text += f", where a step was measured to cost {mask.cost:.2f} base steps"
-        if mask.momentum_rho:
-            text += f"; the others are perturbed along the momentum by {mask.momentum_rho:g}"
+        if mask.late_share is not None and mask.late_share < 1:
+            text += "; the others take one pass"
+            text += f", moved along the momentum by {mask.momentum_rho:g}" if mask.momentum_rho else ""
         self.progress.remark(text)
 
     def stop(self) -> None:
@@ -155,7 +161,7 @@ class Trainer:
             if self._captured and self._captured.eager_because:
                 self.progress.remark(f"no CUDA graph: {self._captured.eager_because}")
             if self.budget_mask and not self.budget_mask.unmeasured:
-                self._tell_cut(self.budget_mask)
+                self._tell_measured(self.budget_mask)
             if self._stop or (every and self.batch % every == 0):
                 self._synchronise()
                 self.seconds = time.perf_counter() - start
@@ -260,7 +266,7 @@ class Trainer:
             "test_loss": loss,
             "test_accuracy": accuracy,
             "lr": self._lr(self.loader.steps - 1),
-            "rho": _mean_radius(kinds, sam),
+            "rho": _usual_radius(kinds, sam),
             "seconds": self.seconds,
             "elapsed": self.elapsed + self.seconds,
             "step_ms": 1000 * self.seconds / self.loader.steps,
@@ -290,7 +296,8 @@ class Trainer:
         shares = [m["perturbed"] for m in epochs if m["perturbed"] is not None]
         perturbed = statistics.fmean(shares) if shares else None
         mask = self.opt.mask if isinstance(self.opt, SAM) else None
-        kinds = [mask.kind(step) for step in range(epochs[-1]["steps"])] if mask else []
+        steps = epochs[-1]["steps"]
+        two_passes = 1 - (sum(mask.kind(step).one_pass for step in range(steps)) / steps if mask else 0.0)
         return {
             "name": self.recipe.name,
             "method": self.recipe.method,
@@ -304,9 +311,8 @@ class Trainer:
             "seconds": None if self.shared else epochs[-1]["elapsed"],
             "peak_memory_mb": None if self.shared else epochs[-1]["peak_memory_mb"],
             "perturbed": perturbed,
-            "cut": self.budget_mask.cut if self.budget_mask else None,
-            "late_share": self.budget_mask.late_share if self.budget_mask else None,
-            "theoretical_flops": theoretical_flops(perturbed, 1 - sum(k.one_pass for k in kinds) / epochs[-1]["steps"]),
+            **self.measured(),
+            "theoretical_flops": theoretical_flops(perturbed, two_passes),
             "extra": {},
         }
 
@@ -434,7 +440,7 @@ def mask_density(opt: SAM, model: torch.nn.Module, kinds: Sequence[StepKind]) ->
     return {block: masked * float(chosen[block]) / total[block] + full for block in total}
 
 
-def _mean_radius(kinds: Sequence[StepKind], opt: SAM | None) -> float | None:
+def _usual_radius(kinds: Sequence[StepKind], opt: SAM | None) -> float | None:
     """Return rho of an epoch's steps, as most of those have it that perturb by a gradient; None if none does."""
     rhos = Counter(kind.rho for kind in kinds if not kind.one_pass)
     if opt is None or not rhos:
