@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sparsam.analysis.figures import new_figure, save_figure
 from sparsam.analysis.hessian import Density
@@ -51,9 +52,10 @@ def draw_spectra(results: Sequence[tuple[str, dict[str, Any]]], path: Path) -> l
         ax.set_ylabel("density", fontsize=9)
     for ax in axes.flat[len(results) - columns : len(results)]:
         ax.set_xlabel("eigenvalue", fontsize=9)
-    place = (_room(results[0][1]["eigenvalues"], high), singles[0])
+    rooms = [_room(grid, curve < floor) for curve in curves]
+    widest = max(range(len(rooms)), key=lambda i: rooms[i][0])
     note = {"textcoords": "offset points", "ha": "center", "color": QUIET, "fontsize": 7}
-    axes[0, 0].annotate("one eigenvalue", place, (0, 2), **note)
+    axes.flat[widest].annotate("one eigenvalue", (rooms[widest][1], singles[widest]), (0, 2), **note)
     told = textwrap.fill(_told([result for _, result in results], width), round(17 * inches))
     figure.supxlabel(told, fontsize=7, color=QUIET)
     return save_figure(figure, path)
@@ -66,11 +68,18 @@ def _range(results: Sequence[tuple[str, dict[str, Any]]], densities: Sequence[De
     return min(ends) - 0.04 * span, max(ends) + 0.06 * span, 0.003 * span
 
 
-def _room(values: Sequence[float], high: float) -> float:
-    """Return the middle of the widest gap between eigenvalues, or between them and the many at 0."""
-    ends = np.array([high, *values, min(0.0, values[-1])])
-    widest = int((ends[:-1] - ends[1:]).argmax())
-    return float(ends[widest : widest + 2].mean())
+def _room(grid: NDArray[np.float64], empty: NDArray[np.bool_]) -> tuple[float, float]:
+    """Return the width and the middle of the widest stretch of a grid that is empty; the whole grid's where none is.
+
+    >>> _room(np.array([0.0, 1.0, 2.0, 3.0, 4.0]), np.array([True, False, True, True, True]))
+    (2.0, 3.0)
+    """
+    if not empty.any():
+        return 0.0, float(grid.mean())
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], empty, [False])).astype(int)))
+    starts, ends = grid[edges[::2]], grid[edges[1::2] - 1]
+    widest = int((ends - starts).argmax())
+    return float(ends[widest] - starts[widest]), float(starts[widest] + ends[widest]) / 2
 
 
 def _mark(ax: Any, result: dict[str, Any]) -> None:
