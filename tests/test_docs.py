@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from cases import task
 from sparsam import SAM, Cut
+from sparsam.models import build_model
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
@@ -50,6 +51,8 @@ def test_block(block, tmp_path, monkeypatch):
         "device": "cpu",
         "path": tmp_path / "checkpoint.pt",
     }
+    if "layer2" in block:
+        names["model"] = build_model("resnet-small", 10)
     if "ddp_model" in block:
         names["ddp_model"] = torch.nn.parallel.DistributedDataParallel(t.model)
     before = [p.detach().clone() for p in t.model.parameters()]

@@ -152,6 +152,17 @@ def test_one_pass_inside_an_autocast_block():
         assert after == pytest.approx(t.loss().item(), rel=1e-6)
 
 
+def test_steps_beyond_the_last_are_told_once():
+    t = task()
+    opt = sam(t.model, cut="3", total_steps=2, late_share=0.5)
+    for _ in range(2):
+        opt.step(t.closure(opt))
+    with pytest.warns(UserWarning, match=r"^this is step 3, but the mask's total_steps are 2: .* not epochs$"):
+        opt.step(t.closure(opt))
+    opt.step(t.closure(opt))
+    assert all(m.all() for m in opt.masks()[-2:])
+
+
 def test_a_mask_within_selects_in_the_last_steps():
     t = task()
     opt = sam(t.model, cut="3", late_share=0.5, within=RandomMask(0.5, interval=2))

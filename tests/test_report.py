@@ -143,6 +143,14 @@ def test_notes_tell_what_seeds_of_one_method_do_not_share(tmp_path):
     assert row([method], "SAM")["ρ"][0] == "0.1, 0.2"
 
 
+def test_a_setting_that_an_older_recipe_lacks_is_its_default(tmp_path):
+    runs = [make_run(tmp_path, "sam"), make_run(tmp_path, "sam", 1, recipe={"mask.late": False, "data.cutout": 0})]
+    (method,) = collect(runs)
+    assert method.notes == ()
+    (method,) = collect([*runs, make_run(tmp_path, "sam", 2, recipe={"data.cutout": 4})])
+    assert method.notes == ("recipes differ in data.cutout",)
+
+
 def test_images_are_named(tmp_path):
     first = make_run(tmp_path, recipe={"data.validation": 5000}, summary={"evaluated_on": "validation"})
     assert "Validation accuracy, %" in summary_table(collect([first])).columns

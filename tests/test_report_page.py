@@ -41,6 +41,16 @@ def test_page_draws_every_run(page, tmp_path):
     page.screenshot(tmp_path / "light.png")
 
 
+@pytest.mark.parametrize("shared", [1, 2])
+def test_runs_that_shared_a_device_are_not_drawn_against_time(chromium, tmp_path, shared):
+    times = {"seconds": None, "step_ms": None}
+    runs = [make_run(tmp_path, "sgd"), make_run(tmp_path, "sam", summary=times)]
+    page = Page(chromium, write_report(runs[-shared:] if shared == 1 else runs, tmp_path / "page.html")).open()
+    assert len(page.all("#curves path[data-seed]")) == shared
+    assert len(page.all("#timing path[data-seed]")) == shared - 1
+    assert page.problems() == []
+
+
 def test_seeds_share_a_colour_and_methods_differ_in_colour_and_dash(page):
     looks = {}
     for path in page.all("#curves path.mean"):

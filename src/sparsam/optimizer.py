@@ -37,6 +37,7 @@ from sparsam.optimizer_checks import check_arguments, check_base, check_gradient
 from sparsam.passes import SecondPass
 from sparsam.perturbation import Saved, perturb, restore
 from sparsam.randomness import random_numbers_apart
+from sparsam.warning import warn
 
 Closure = Callable[[], Any]
 
@@ -225,6 +226,11 @@ class SAM(Optimizer):
             self._leave(Phase.READY)
             return self._base_step()
         self._refuse_while_perturbed("step(closure)")
+        if self.steps == self.mask.length:
+            warn(
+                f"this is step {self.steps + 1}, but the mask's total_steps are {self.steps}: all further steps take "
+                "two passes. total_steps counts steps, not epochs"
+            )
         self._choose(closure)
         kind = self.mask.kind(self.steps)
         loss = self._one_pass(closure, kind.momentum_rho) if kind.one_pass else self._two_passes(closure)

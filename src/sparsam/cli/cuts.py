@@ -123,6 +123,8 @@ def show(
     console = Console(highlight=False)
     console.print(table)
     console.print(_caption(recipe, images, device), style="dim")
+    if mask.late:
+        console.print("The recipe's budget buys last steps, from the cut that it names, and no cut (mask.late = true).")
     if refusal:
         raise refusal
     usual_cost = LATE_COST if mask.late else USUAL_COST

@@ -53,6 +53,9 @@ class Mask(ABC):
     momentum_rho: float | None = None
     """How far steps of one pass perturb along the momentum, which the base optimizer must have."""
 
+    length: int | None = None
+    """How many steps training has, where it matters that there are no more."""
+
     norm: str = "whole"
     """Whose norm a perturbation is divided by: the "whole" gradient's, or that of the part that is "perturbed"."""
 

@@ -98,7 +98,7 @@ class BudgetMask(Mask):
         self.model, self.budget, self.full, self.norm = model, float(budget), float(full), norm
         self.full_rho = None if full_rho is None else float(full_rho)
         self.momentum_rho = None if momentum_rho is None else float(momentum_rho)
-        self.total_steps = None if total_steps is None else int(total_steps)
+        self.length = self.total_steps = None if total_steps is None else int(total_steps)
         self.named_cut = self.cut = cut
         self.late_share = self.named_share = None if late_share is None else float(late_share)
         self.cost: float | None = None  # of a step that perturbs from the cut, where that was measured, in base steps

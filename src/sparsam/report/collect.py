@@ -19,6 +19,7 @@ from typing import Any
 from sparsam.differences import differing
 from sparsam.report.record import Record, ReportError, is_number, read_text, shown
 from sparsam.step_time import step_time
+from sparsam.training.recipe import Recipe
 
 ABOUT = re.compile(r" \(\d+ images.*\)$")  # what a column of sharpness was measured over
 
@@ -206,7 +207,7 @@ class Method:
             reached = max(run.metrics[-1].epoch if run.metrics else 0 for run in unfinished)
             planned = max(run.recipe["train"]["epochs"] for run in unfinished)
             notes.append(f"unfinished: epoch {reached} of {planned}")
-        keys = [key for key in differing([run.recipe for run in self.runs]) if key not in INCIDENTAL]
+        keys = [key for key in differing([_completed(run.recipe) for run in self.runs]) if key not in INCIDENTAL]
         if keys:
             notes.append(f"recipes differ in {', '.join(keys)}")
         seeds = Counter(run.seed for run in self.counted)
@@ -368,6 +369,13 @@ def _with_summary(run: Run, summary: Record) -> Run:
         theoretical_flops=summary.optional("theoretical_flops"),
         extra={label: float(value) for label, value in extra.items() if value is not None},
     )
+
+
+def _completed(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return a recipe with the settings that it lacks, because it is older than they are, as they are by default."""
+    defaults = Recipe().to_dict()
+    tables = {key: {**table, **recipe.get(key, {})} for key, table in defaults.items() if isinstance(table, dict)}
+    return {**defaults, **recipe, **tables}
 
 
 def _with_metrics(run: Run) -> Run:

@@ -353,7 +353,7 @@
 
   const timing = { closeup: true };
   const drawTiming = interactive(document.querySelector("#timing .plot"), (width) => {
-    const series = lines("elapsed", "accuracy");
+    const series = lines("elapsed", "accuracy").filter(({ run }) => run.timed);
     const hours = most(series.flatMap((s) => s.points.map((p) => p.x))) > 3 * 3600;
     const unit = hours ? 3600 : 1;
     for (const s of series) for (const p of s.points) p.x /= unit;

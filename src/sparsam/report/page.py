@@ -186,6 +186,7 @@ def _series(index: int, method: Method) -> dict[str, Any]:
                 # JSON has no NaN; the page draws a gap.
                 "loss": [epoch.train_loss if math.isfinite(epoch.train_loss) else None for epoch in run.metrics],
                 "elapsed": [epoch.elapsed for epoch in run.metrics],
+                "timed": run.seconds is not None,  # runs that shared a device say nothing of time
             }
             for run in method.runs
         ],
