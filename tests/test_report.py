@@ -143,6 +143,15 @@ def test_notes_tell_what_seeds_of_one_method_do_not_share(tmp_path):
     assert row([method], "SAM")["ρ"][0] == "0.1, 0.2"
 
 
+def test_the_page_says_what_a_budget_has_chosen(tmp_path):
+    run = make_run(tmp_path, "sam", summary={"cut": "layer2", "late_share": 0.316})
+    page = write_report([run], tmp_path / "page.html").read_text()
+    assert "<dt>cut</dt><dd>layer2</dd>" in page
+    assert "<dt>late_share</dt><dd>0.316</dd>" in page
+    page = write_report([make_run(tmp_path, "sgd", summary={"cut": None})], tmp_path / "page.html").read_text()
+    assert "<dt>cut</dt>" not in page
+
+
 def test_a_setting_that_an_older_recipe_lacks_is_its_default(tmp_path):
     runs = [make_run(tmp_path, "sam"), make_run(tmp_path, "sam", 1, recipe={"mask.late": False, "data.cutout": 0})]
     (method,) = collect(runs)

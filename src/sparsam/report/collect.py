@@ -83,6 +83,8 @@ class Run:
     perturbed: float | None
     theoretical_flops: float | None
     extra: dict[str, float]
+    chosen: dict[str, Any]
+    """What a budget chose, or was told to."""
 
     @property
     def setup(self) -> str:
@@ -315,6 +317,7 @@ def read_run(directory: Path) -> Run:
         perturbed=None,
         theoretical_flops=None,
         extra={},
+        chosen={},
     )
     if not finished:
         return _with_metrics(run)
@@ -368,6 +371,7 @@ def _with_summary(run: Run, summary: Record) -> Run:
         perturbed=summary.optional("perturbed"),
         theoretical_flops=summary.optional("theoretical_flops"),
         extra={label: float(value) for label, value in extra.items() if value is not None},
+        chosen={key: value for key in ("cut", "late_share") if (value := summary.values.get(key)) is not None},
     )
 
 
