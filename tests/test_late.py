@@ -303,9 +303,16 @@ def test_what_was_measured_is_kept(monkeypatch, momentum_rho):
     assert len(asked) == 1
 
 
-@pytest.mark.parametrize(("cut", "passes"), [("3", 1.5), (None, 2.25)])
-def test_both_kinds_of_steps_are_timed(monkeypatch, cut, passes):
-    """A pass takes 1 s, the optimizer's step 0.25 s, perturbing 0.1 s; a real step's two passes 1.5 or 2.25 s."""
+@pytest.mark.parametrize(
+    ("cut", "passes", "cost", "share"),
+    [
+        ("3", 1.5, 1.4, 0.687),  # (1.5 + 0.25) / 1.25, and 0.22 / 0.32: before that 1 + 0.1 / 1.25
+        (None, 2.25, 2.0, 0.239),  # 0.22 / 0.92
+        ("3", 30.0, 2.22, 0.192),  # no more than 1.2 times two passes and the perturbation, 2.52
+    ],
+)
+def test_both_kinds_of_steps_are_timed(monkeypatch, cut, passes, cost, share):
+    """A pass takes 1 s, the optimizer's step 0.25 s, perturbing 0.1 s."""
     seconds = {"_perturbing": 0.1, "step": 0.25, "closure": 1.0, "_two_passes": passes}
     monkeypatch.setattr(
         sparsam.costs.Clock, "time", lambda self, work: next(s for n, s in seconds.items() if n in work.__qualname__)
@@ -316,8 +323,7 @@ def test_both_kinds_of_steps_are_timed(monkeypatch, cut, passes):
     with torch.no_grad():
         opt._choose(t.closure(opt))
     assert same(weights(t.model), before)  # measuring leaves no trace
-    assert opt.mask.cost == {"3": 1.4, None: 2.0}[cut]  # (passes + 0.25) / 1.25
-    assert opt.mask.late_share == {"3": 0.687, None: 0.239}[cut]  # 0.22 / 0.32 and 0.22 / 0.92: 1 + 0.1 / 1.25 before
+    assert (opt.mask.cost, opt.mask.late_share) == (cost, share)
 
 
 def test_a_real_clock():

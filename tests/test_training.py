@@ -440,6 +440,15 @@ def test_seeds_share_what_the_first_has_measured(tmp_path, monkeypatch, at_once)
     }
 
 
+def test_a_budget_that_is_too_small_is_told_with_its_recipe(tmp_path, monkeypatch):
+    monkeypatch.setattr("sparsam.behind.late_costs", lambda *_, **__: (1.1, 1.6))
+    shutil.copy(ROOT / "recipes/digits-sgd.toml", tmp_path)
+    (tmp_path / "r.toml").write_text('extends = "digits-sgd.toml"\n[sam]\nenabled = true\n[mask]\nkind = "budget"\n')
+    settings = ["mask.budget=1.05", "mask.late=true", "mask.momentum_rho=1", "train.epochs=1"]
+    with pytest.raises(RecipeError, match=r"^r, seed 0: budget must be at least 1.142, .* cost 1.1, but is 1.05$"):
+        compare_recipes([tmp_path / "r.toml"], seeds=1, output=tmp_path, overrides=settings, device=CPU)
+
+
 def test_the_share_of_perturbed_weights_counts_steps_of_one_pass(tmp_path):
     """The first quarter of the steps: the first half of the first epoch."""
     summary = train(recipe("ssam-c"), tmp_path / "run", device=CPU)

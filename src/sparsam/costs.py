@@ -18,6 +18,7 @@ from sparsam.perturbation import perturb, restore
 from sparsam.timing import Clock
 
 TIMINGS = 5
+AT_MOST = 1.2  # what takes longer than two whole passes by this factor was held up by something else
 CLOSE = 1.05  # an estimate that is at most so much above a limit is looked into
 
 
@@ -121,7 +122,8 @@ class _Parts:
         times = [(self.clock.time(self.closure), self.clock.time(two_passes)) for _ in range(TIMINGS)]
         one, two = map(min, zip(*times, strict=True))
         self.one_pass = min(self.one_pass, one)
-        return float((two + self.stepping) / self.base_step)
+        whole = 2 * self.one_pass + self.perturbing
+        return float((min(two, AT_MOST * whole) + self.stepping) / self.base_step)
 
 
 def _settle(costs: dict[Cut, float]) -> None:

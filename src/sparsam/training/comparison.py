@@ -108,7 +108,10 @@ def _take_turns(waiting: Iterable[Callable[[], Trainer]], at_once: int, device: 
             except StopIteration:
                 turns.popleft()
             except Exception as error:  # the others are saved before it is told
-                turns.popleft()
+                recipe = turns.popleft().run.recipe
+                if isinstance(error, ValueError):  # a budget that is too small, say
+                    told = RecipeError(f"{recipe.name}, seed {recipe.train.seed}: {error}")
+                    told.__cause__, error = error, told
                 stopped.insert(0, error)
                 stop()
     if stopped:
