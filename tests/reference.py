@@ -129,6 +129,16 @@ class BehindReference(Reference):
         return super().perturbed(w, [gt * mt for gt, mt in zip(g, m, strict=True)], m, rho)
 
 
+def check_step(reference: Reference, model: nn.Module, step: Callable[[], torch.Tensor], seed: int) -> None:
+    """Take a step of each with the same random numbers; refuse losses, weights or statistics that differ."""
+    torch.manual_seed(seed)
+    loss = step().item()
+    torch.manual_seed(seed)
+    assert math.isclose(loss, reference.step(), rel_tol=1e-12)
+    for a, b in zip(model.state_dict().values(), reference.model.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
 def behind_cut(model: nn.Module, cut: int) -> list[Vector]:
     """Return the mask of a Sequential's parameters from the module with this number on."""
     return [np.full(p.numel(), int(name.split(".")[0]) >= cut) for name, p in model.named_parameters()]

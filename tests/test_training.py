@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -438,6 +439,22 @@ def test_seeds_share_what_the_first_has_measured(tmp_path, monkeypatch, at_once)
         "others take one pass, moved along the momentum by 1",
         "everything is perturbed in the last 40 % of the steps; the others take one pass, moved along the momentum by 1",
     }
+
+
+def test_a_run_is_gone_before_the_next_is_made(tmp_path, monkeypatch):
+    """Its memory would count in the next one's."""
+    made, alive = [], []
+
+    def making(*arguments, **options):
+        alive.append(sum(run() is not None for run in made))
+        run = new_run(*arguments, **options)
+        made.append(weakref.ref(run))
+        return run
+
+    monkeypatch.setattr("sparsam.training.comparison.new_run", making)
+    options = {"overrides": ["train.epochs=1"], "device": CPU}
+    compare_recipes([ROOT / "recipes/digits-sgd.toml"], seeds=3, output=tmp_path, **options)
+    assert alive == [0, 0, 0]
 
 
 def test_a_budget_that_is_too_small_is_told_with_its_recipe(tmp_path, monkeypatch):

@@ -240,8 +240,9 @@ class SAM(Optimizer):
     def _one_pass(self, closure: Closure, momentum_rho: float | None) -> Any:
         """Take the gradient at w, or where the momentum leads; then w is what it was, bit for bit."""
         params, _ = self._params_and_rhos()
-        rho = momentum_rho or 0.0
-        saved = perturb_along_momentum(params, self.state, rho, adaptive=self.adaptive) if rho else []
+        saved: list[Saved] = []
+        if momentum_rho:
+            saved = perturb_along_momentum(params, self.state, momentum_rho, adaptive=self.adaptive)
         try:
             torch.clear_autocast_cache()  # a cast of w would otherwise be taken for one of w + eps
             with torch.enable_grad():

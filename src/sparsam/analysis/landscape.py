@@ -166,7 +166,8 @@ def loss_landscape(
         if forward is not None and batch_size is None and is_pair(data) and _values(data[0]) <= SMALL:
             objective = Objective(model, loss_fn, data, batch_size=FUSED_BATCH)
         if forward is not None and all(_values(x) <= SMALL for x, _ in objective.batches):
-            batches = [(forward.prepare(x), y) for x, y in objective.batches]  # in memory that large images have not
+            # Once for all points; of large images it would take too much memory.
+            batches = [(forward.prepare(x), y) for x, y in objective.batches]
             objective = Objective(model, loss_fn, batches)
         centre = objective.loss(forward).item()
         if not math.isfinite(centre):

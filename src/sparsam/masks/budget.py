@@ -263,7 +263,7 @@ def choose_share(first: float, last: float, budget: float, least_share: float = 
         first: What the other steps, those of one pass, cost: a base steps.
         last: What the last ones cost: b.
         budget: What the mean step may cost.
-        least_share: That of a single step.
+        least_share: The smallest that is a share at all: a thousandth, or a single step.
 
     >>> choose_share(1.05, 1.65, budget=1.25)
     0.333
@@ -273,7 +273,7 @@ def choose_share(first: float, last: float, budget: float, least_share: float = 
     least = first + (last - first) * least_share
     if first >= last or budget < least:
         raise ValueError(
-            f"budget must be at least {math.ceil(1000 * least) / 1000:g}, where one step can perturb by a gradient and "
+            f"budget must be at least {math.ceil(1000 * least) / 1000:g}, or no step can perturb by a gradient where "
             f"the others cost {first:g}, but is {budget:g}"
         )
     return max(least_share, math.floor(1000 * (budget - first) / (last - first) + 1e-6) / 1000)

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -60,7 +61,7 @@ def compare_recipes(
     if len({path for _, path in planned}) < len(planned):
         raise RecipeError("the recipes must have different names, but two have the same")
 
-    begun: dict[str, Trainer] = {}  # the first run of each recipe here
+    begun = WeakValueDictionary[str, Trainer]()  # a run of each recipe that is going on: kept, it would keep its memory
 
     def trainer(recipe: Recipe, path: Path) -> Trainer:
         gc.collect()  # the run before must not count in this one's memory
@@ -69,8 +70,8 @@ def compare_recipes(
         else:
             run = new_run(recipe, path, device=device, progress=progress())
             finished = [RunDirectory(p) for r, p in planned if r.name == recipe.name and RunDirectory(p).finished]
-            first = begun.get(recipe.name)
-            run.use_measured(first.measured() if first else finished[0].summary() if finished else {})
+            other = begun.get(recipe.name)
+            run.use_measured(other.measured() if other else finished[0].summary() if finished else {})
         begun.setdefault(recipe.name, run)
         return run
 
