@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, Subset
 
 from sparsam.data.augment import Augmentation, normalise, random_crop, random_cutout, random_flip
 from sparsam.data.digits import load_digits
@@ -234,6 +235,15 @@ def test_samples_are_the_training_images_without_augmentation():
         assert x.equal(normalise(data.train.x[i], torch.tensor(MEAN), torch.tensor(STD)))
         assert y == i % 5
         assert y.shape == ()
+
+
+def test_samples_in_batches_are_the_single_ones():
+    samples = loader(numbered()).samples()
+    batches = DataLoader(Subset(samples, [22, 0, 7, 7, 3]), batch_size=2)
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    for i, found_x, found_y in zip([22, 0, 7, 7, 3], x, y, strict=True):
+        assert found_x.equal(samples[i][0])
+        assert found_y == samples[i][1]
 
 
 def test_what_a_loader_says_of_its_data():

@@ -158,10 +158,48 @@ def test_inputs_are_prepared_once_where_the_first_convolution_alone_reads_them(n
         assert ready is x
         return
     assert ready.shape == (2, 32, 32, 32)
-    assert torch.equal(ready[:, :3], x)
-    assert not ready[:, 3:].any()
+    assert torch.equal(ready[:, :27].flatten(2), F.unfold(x, 3, padding=1))  # all that an output sees
+    assert not ready[:, 27:].any()
     assert torch.equal(fast(ready), fast(x))
     assert fast.prepare(ready) is ready
+
+
+FEW_INPUTS = [  # of a convolution, its kernel, how, and how many channels it gets
+    (3, (3, 3), {"padding": 1}, 32),
+    (3, (3, 3), {"stride": (2, 1), "padding": (0, 2)}, 32),
+    (1, (5, 5), {"bias": False}, 32),
+    (2, (4, 4), {"stride": 3}, 32),
+    (5, (1, 1), {"stride": 2}, 32),
+    (3, (2, 5), {"padding": 1}, 32),
+    (3, (3, 3), {"dilation": 2}, 32),  # the rest is padded
+    (3, (7, 7), {"stride": 2, "padding": 3}, 32),
+    (12, (3, 3), {}, 32),
+    (33, (1, 1), {"stride": (2, 3)}, 40),
+    (40, (1, 1), {"stride": (2, 3)}, 40),
+]
+
+
+@pytest.mark.parametrize("size", [(9, 11), (8, 8), (7, 12)], ids=str)
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize(("inputs", "kernel", "how", "channels"), FEW_INPUTS, ids=str)
+def test_few_inputs_are_widened(inputs, kernel, how, channels, relu, size):
+    model = as_trained(nn.Sequential(nn.Conv2d(inputs, 6, kernel, **how), nn.BatchNorm2d(6))).eval()
+    part = Fused(*model, relu=relu, dtype=torch.float64)
+    part.refresh()
+    x = torch.randn(3, inputs, *size, dtype=torch.float64)
+    assert part.prepare(x).shape[1] == channels
+    expected = F.relu(model(x)) if relu else model(x)
+    torch.testing.assert_close(part(x), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(part(part.prepare(x)), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 5), (5, 1)], ids=str)
+def test_products_of_maps_that_are_one_pixel_wide(size):
+    model = as_trained(nn.Sequential(nn.Conv2d(8, 6, 1, stride=2), nn.BatchNorm2d(6))).eval()
+    part = Fused(*model, relu=False, dtype=torch.float64)
+    part.refresh()
+    x = torch.randn(3, 8, *size, dtype=torch.float64)
+    torch.testing.assert_close(part(x), model(x), rtol=1e-12, atol=1e-12)
 
 
 def test_inputs_that_are_read_twice_stay():

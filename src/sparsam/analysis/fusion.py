@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # whose Hessian products are those of folded models
 RELUS = (F.relu, torch.relu, "relu", "relu_")  # functions, and methods of tensors
 CHANNELS = 8  # tensor cores take so many at a time: with 3, cuDNN falls back to kernels without them
 FEW = 32  # and with 8 to slow ones: on an H200 a convolution of 32 channels takes less time
+POINTWISE = ((0, 0), (1, 1), 1)  # padding, dilation and groups of a convolution that is a matrix product
 SAME = 1e-4  # the relative difference of two losses in float32 that are the same function
 BF16 = 2e-2  # and of one in bf16
 
@@ -134,8 +135,13 @@ class Fused(Folded):
         super().__init__(convolution, norm, relu=relu)
         outputs, inputs, *kernel = convolution.weight.shape
         few = convolution.groups == 1 and inputs % CHANNELS
+        self.window: Any = None
+        if few and convolution.weight[0].numel() <= FEW and convolution.dilation == (1, 1):
+            # What an output sees, as the channels of its pixel: no more memory than padding takes, a ninth of the work.
+            self.window = (*kernel, *convolution.stride, *convolution.padding)
+            inputs, kernel, self.how = convolution.weight[0].numel(), [1, 1], ((1, 1), *POINTWISE)
         width = max(FEW, -(-inputs // CHANNELS) * CHANNELS) if few else inputs
-        self.pointwise = convolution.kernel_size == (1, 1) and self.how[1:] == ((0, 0), (1, 1), 1)
+        self.pointwise = kernel == [1, 1] and self.how[1:] == POINTWISE
         self.cudnn = convolution.weight.is_cuda and dtype == torch.bfloat16
         self.dtype, self.inverse_deviation = dtype, _inverse_deviation(norm)
         padded = torch.zeros(outputs, width, *kernel, dtype=dtype, device=convolution.weight.device)
@@ -145,6 +151,7 @@ class Fused(Folded):
     def refresh(self) -> None:
         """Take the weights that the model has now."""
         weight, bias = _fold(*self.parts, self.inverse_deviation)
+        weight = weight if self.window is None else weight.flatten(1)[..., None, None]
         self.weight[:, : weight.shape[1]].copy_(weight)
         self.bias.copy_(bias)
 
@@ -162,7 +169,9 @@ class Fused(Folded):
         with torch.autocast(x.device.type, enabled=False):
             if self.pointwise:  # a matrix product, which can add the shift on its way
                 down, across = self.how[0]
-                pixels = x.permute(0, 2, 3, 1)[:, ::down, ::across].contiguous()
+                # Large numbers are copied faster than small ones, and the channels are a multiple of eight.
+                wide = x.permute(0, 2, 3, 1).flatten().view(torch.complex128).view(len(x), *x.shape[2:], -1)
+                pixels = wide[:, ::down, ::across].contiguous().view(self.dtype)
                 h = F.linear(pixels, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
             else:
                 h = F.conv2d(x, self.weight, self.bias, *self.how)
@@ -170,6 +179,8 @@ class Fused(Folded):
 
     def prepare(self, x: Tensor) -> Tensor:
         """Return x in the type, order and number of channels that are fast; one that is so already as it is."""
+        if self.window is not None and x.shape[1] < self.weight.shape[1]:
+            x = _windows(x.to(self.dtype), *self.window)
         x = x.to(self.dtype).contiguous(memory_format=torch.channels_last)  # first, while it has few channels
         missing = self.weight.shape[1] * self.how[3] - x.shape[1]
         return F.pad(x, (0, 0, 0, 0, 0, missing)).contiguous(memory_format=torch.channels_last) if missing else x
@@ -179,6 +190,12 @@ class Fused(Folded):
         sides = zip(x.shape[2:], self.weight.shape[2:], *self.how[:3], strict=True)
         sizes = ((n + 2 * padding - dilation * (k - 1) - 1) // stride + 1 for n, k, stride, padding, dilation in sides)
         return len(x), len(self.weight), *sizes
+
+
+def _windows(x: Tensor, rows: int, columns: int, down: int, across: int, above: int, beside: int) -> Tensor:
+    """Return for each step of a window, whose borders are zeros, what is in it, as channels."""
+    windows = F.pad(x, (beside, beside, above, above)).unfold(2, rows, down).unfold(3, columns, across)
+    return windows.permute(0, 2, 3, 1, 4, 5).flatten(3).permute(0, 3, 1, 2)
 
 
 def _first(module: nn.Module) -> Fused | None:

@@ -172,7 +172,8 @@ def draw_surfaces(landscapes: Sequence[Landscape], path: Path) -> list[Path]:
         ax.set_ylabel("b", color=QUIET, fontsize=8.5, labelpad=-9)
         _name(ax, shown, label)
     _frame(figure, panels, landscapes, width, scale, dot=False)
-    return save_figure(figure, path)
+    with np.errstate(all="ignore"):  # beside gaps, matplotlib projects memory that nobody has written, and hides it
+        return save_figure(figure, path)
 
 
 def labels(landscapes: Sequence[Landscape]) -> list[str]:

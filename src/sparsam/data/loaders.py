@@ -81,6 +81,11 @@ class _Samples(Dataset[Batch]):
     def __len__(self) -> int:
         return len(self.loader.data.train)
 
-    def __getitem__(self, index: int) -> Batch:
+    def __getitem__(self, index: int | Tensor) -> Batch:
         train = self.loader.data.train
         return normalise(train.x[index], self.loader.mean, self.loader.std), train.y[index]
+
+    def __getitems__(self, indices: list[int]) -> list[Batch]:
+        """Return several, which a DataLoader asks for at once: a few kernels for all of them, not for each."""
+        x, y = self[torch.tensor(indices, device=self.loader.data.train.x.device)]
+        return list(zip(x, y, strict=True))
