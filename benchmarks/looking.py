@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import sparsam
 from sparsam.analysis.fusion import fastest
 from sparsam.analysis.kernels import kernels
-from sparsam.analysis.landscape import FUSED_BATCH
+from sparsam.analysis.landscape import fused_batch
 from sparsam.analysis.objective import Objective
 from sparsam.models import build_model
 from sparsam.timing import Clock
@@ -29,7 +29,7 @@ from sparsam.training.environment import processor
 def works(model, data, batch_size, device):
     """Return what is timed, by name."""
     objective, unfolded, reverse, larger = (
-        Objective(model, F.cross_entropy, data, batch_size=size) for size in (*[batch_size] * 3, FUSED_BATCH)
+        Objective(model, F.cross_entropy, data, batch_size=size) for size in (*[batch_size] * 3, fused_batch(device))
     )
     unfolded.product.forward_mode, reverse.product.forward_mode = True, False
     vector = [torch.randn_like(p) for p in objective.params]
@@ -95,7 +95,7 @@ def main():
         "sparsam": sparsam.__version__,
         "samples": options.samples,
         "batch_size": options.batch_size,
-        "fused_batch_size": FUSED_BATCH,
+        "fused_batch_size": fused_batch(device),
         "seconds": rounds,
     }
     print(f"\n{result['device']}, torch {result['torch']}, ResNet-18, {options.samples} images of 3×32×32\n")

@@ -264,6 +264,7 @@ def test_a_model_that_draws_random_numbers_stays_eager_and_says_so():
     assert opt.steps == 6
 
 
+@pytest.mark.filterwarnings("ignore:this is step")  # beyond the total_steps of a budget
 @pytest.mark.parametrize(
     "mask",
     [

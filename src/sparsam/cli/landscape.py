@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from sparsam.analysis.landscape import BATCH, FUSED_BATCH, Landscape, loss_landscape
+from sparsam.analysis.landscape import BATCH, Landscape, fused_batch, loss_landscape
 from sparsam.analysis.landscape_figure import draw_figures
 from sparsam.analysis.landscape_page import write_page
 from sparsam.analysis.results import check_shared
@@ -64,7 +64,7 @@ def measure(
     """
     recipe = RunDirectory(run).recipe()
     fused = device.type == "cuda" and options["precision"] == "bf16" and recipe.data.name != "imagefolder"
-    batch_size = FUSED_BATCH if fused else BATCH
+    batch_size = fused_batch(device) if fused else BATCH
     objective = load_objective(
         run, samples=samples, batch_size=batch_size, best=best, data_root=data_root, device=device
     )
