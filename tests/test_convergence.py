@@ -24,7 +24,7 @@ from sparsam.analysis.convergence import (
     walk,
 )
 from sparsam.analysis.problems import COSINE, PROBLEMS, ROBUST, SIGMOID, AdditiveNoise, Batches, build_problem
-from sparsam.cli.convergence import convergence
+from sparsam.cli.app import app
 from sparsam.masks.selection import random_generator
 from test_commands import sparsam
 
@@ -393,9 +393,26 @@ def test_the_command(tmp_path):
     assert refused.stderr.startswith("error: rho_0 must be a number in [0, G eta_0]")
 
 
+def invoke(*arguments):
+    app(["convergence", *map(str, arguments)], standalone_mode=False)
+
+
 def test_redraw_needs_nothing_but_the_numbers(tmp_path, monkeypatch, capsys):
-    options = {"problem": ["sigmoid", "cosine"], "sparsity": [0.5], "steps": 12, "seeds": 2, "output": tmp_path}
-    convergence(**options)
+    options = [
+        "--problem",
+        "sigmoid",
+        "--problem",
+        "cosine",
+        "--sparsity",
+        0.5,
+        "--steps",
+        12,
+        "--seeds",
+        2,
+        "-o",
+        tmp_path,
+    ]
+    invoke(*options)
     shown = capsys.readouterr().out
     data = (tmp_path / "convergence.json").read_bytes()
     pictures = [tmp_path / f"convergence.{suffix}" for suffix in ("png", "svg")]
@@ -403,11 +420,13 @@ def test_redraw_needs_nothing_but_the_numbers(tmp_path, monkeypatch, capsys):
         assert picture.stat().st_size > 10_000
         picture.unlink()
     monkeypatch.setattr("sparsam.analysis.convergence.walk", None)  # nothing is run
-    convergence(output=tmp_path, redraw=True)
+    invoke("--redraw", "-o", tmp_path)
     assert capsys.readouterr().out == shown
     assert all(picture.is_file() for picture in pictures)
     assert (tmp_path / "convergence.json").read_bytes() == data
     with pytest.raises(
         ValueError, match=r"there is no .*nowhere/convergence.json to redraw; make it with: sparsam conv"
     ):
-        convergence(output=tmp_path / "nowhere", redraw=True)
+        invoke("--redraw", "-o", tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"as it was, so leave out --seeds, --sparsity$"):
+        invoke("--redraw", "--seeds", 2, "-o", tmp_path, "--sparsity", 0.5)

@@ -6,6 +6,9 @@ import copy
 import json
 import re
 import shutil
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -31,7 +34,7 @@ from sparsam.analysis.lanczos import lanczos, largest, quadrature
 from sparsam.analysis.objective import Objective
 from sparsam.analysis.runs import load_objective
 from sparsam.analysis.sharpness import average_case, worst_case
-from test_commands import sparsam
+from test_commands import ROOT, sparsam
 from test_fisher import TiedAutoencoder, trained_task
 
 # torch.func's forward mode compiles its formulas with torch's own, old compiler.
@@ -580,9 +583,21 @@ def test_command_draws_again_without_measuring(run, measured, tmp_path):
 
 def test_command_refuses(run, tmp_path):
     done = sparsam("hessian", run, *QUICK, "--memory", 0.001, "-o", tmp_path, code=1)
-    assert "error: memory_limit must hold 12 vectors for k=5 eigenvalues" in done.stderr
+    assert "error: --memory must hold 12 vectors for --top=5 eigenvalues" in done.stderr
+    done = sparsam("hessian", run, *QUICK, "--top", 60, "-o", tmp_path, code=1)
+    assert "error: --products must be a whole number >= 2 --top = 120, but is 100" in done.stderr
     bare = tmp_path / "bare"
     shutil.copytree(run, bare, ignore=shutil.ignore_patterns("analysis"))
     done = sparsam("hessian", bare, "--redraw", "-o", tmp_path, "--device", "cpu", code=1)
     assert f"there is no {bare}/analysis/hessian.json; make it with: sparsam hessian" in done.stderr
     assert not list(tmp_path.glob("*.png"))
+
+
+def test_command_says_that_it_was_stopped(run, tmp_path):
+    command = [sys.executable, "-m", "sparsam", "hessian", run, "--device", "cpu", "-o", tmp_path]
+    with subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert "weights" in process.stderr.readline()  # it has begun
+        process.send_signal(signal.SIGINT)
+        last = process.stderr.read().splitlines()[-1]
+    assert process.returncode == 1
+    assert last == "digits: stopped, and nothing new of it is kept; runs before it are"

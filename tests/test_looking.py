@@ -204,6 +204,9 @@ def test_what_cannot_be_looked_at(run, tmp_path):
     for arguments, text in [
         (["sharpness", tmp_path], f"error: {tmp_path} is not the directory of a run: it has no recipe.json"),
         (["gradients", tmp_path, "--redraw"], "error: there is no .*gradients.json; make it with: sparsam gradients"),
+        (["sharpness", run, "--redraw", "--rho", 0.2, "--adaptive-rho", 2], "so leave out --rho, --adaptive-rho$"),
+        (["gradients", run, "--redraw", "--best"], "so leave out --best$"),
+        (["landscape", run, "--redraw", "--dimensions", 1, "--points", 3], "so leave out --points$"),
         (["sharpness", run, "--rho", "-1"], "error: rho must be a finite number >= 0, but is -1.0"),
         (["masks", tmp_path], f"error: {tmp_path} is not the directory of a run: it has no recipe.json"),
         (

@@ -16,6 +16,7 @@ NAME = "convergence"
 
 
 def convergence(
+    context: typer.Context,
     problem: Annotated[
         list[str] | None, typer.Option(help="cosine, robust or sigmoid; may be repeated. Default: all.")
     ] = None,
@@ -42,10 +43,12 @@ def convergence(
     ```
     """
     from sparsam.analysis.convergence_figure import draw
+    from sparsam.cli.looking import check_redraw
     from sparsam.extras import need
 
     need("matplotlib", "figures", extra="analysis")  # not only after the runs
     if redraw:
+        check_redraw(context)
         result = load(output)
     else:
         result = measure(output, problem, sparsity, steps=steps, seeds=seeds, seed=seed, eta=eta, rho=rho)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,8 @@ from sparsam.training.rundir import RunDirectory
 
 NONE = "–"
 SHARED = ("samples", "weights")  # of results that stand side by side
+NAMES = {"memory_limit": "--memory", "k": "--top", "products must": "--products must"}  # what errors say of arguments
+OPTION = re.compile(rf"\b({'|'.join(NAMES)})\b")
 
 
 def measure(
@@ -41,7 +44,10 @@ def measure(
     """Measure one run; write RUN/analysis/hessian.json."""
     objective = load_objective(run, samples=samples, best=best, data_root=data_root, device=device)
     common: dict[str, Any] = {"precision": precision, "memory_limit": memory, "seed": seed}
-    used = hessian.memory_needed(objective, k=top, products=products, steps=steps, memory_limit=memory)
+    try:
+        used = hessian.memory_needed(objective, k=top, products=products, steps=steps, memory_limit=memory)
+    except ValueError as error:
+        raise ValueError(OPTION.sub(lambda found: NAMES[found[0]], str(error))) from error
     Console(stderr=True, highlight=False).print(
         f"{run.name}: {hessian.weights_of(objective):,} weights, {objective.count:,} images; at most {products} "
         f"products for eigenvalues and {probes} × {steps} for the density; {used / hessian.GIB:.2g} GiB for vectors",

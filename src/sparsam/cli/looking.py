@@ -24,6 +24,7 @@ Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; defaul
 
 
 def sharpness(
+    context: typer.Context,
     runs: Runs,
     rho: Annotated[float, typer.Option(help="Radius around the weights in which the largest rise is sought.")] = 0.1,
     adaptive_rho: Annotated[float, typer.Option(help="The same for the adaptive variants.")] = 1.0,
@@ -59,11 +60,12 @@ def sharpness(
         best=best,
         data_root=data_root,
     )
-    results = _results("sharpness", runs, measure, module.SHARED, redraw=redraw, best=best, device=device)
+    results = _results(context, runs, measure, module.SHARED, redraw=redraw, best=best, device=device)
     module.show(runs, results)
 
 
 def gradients(
+    context: typer.Context,
     runs: Runs,
     rho: Annotated[float, typer.Option(help="The radius of SAM's perturbation.")] = 0.1,
     batch_size: Annotated[int, typer.Option(min=1, help="Images that a gradient is computed over.")] = 128,
@@ -87,7 +89,7 @@ def gradients(
 
     measure = partial(module.measure, rho=rho, batch_size=batch_size, batches=batches, best=best, data_root=data_root)
     options: dict[str, Any] = {"redraw": redraw, "best": best, "device": device, "output": output}
-    results = _results("gradients", runs, measure, module.SHARED, **options)
+    results = _results(context, runs, measure, module.SHARED, **options)
     module.show(runs, results, output)
 
 
@@ -113,6 +115,7 @@ def masks(runs: Runs, output: Output = Path("runs/analysis")) -> None:
 
 
 def hessian(
+    context: typer.Context,
     runs: Runs,
     top: Annotated[int, typer.Option(min=1, help="Eigenvalues to find.")] = 5,
     products: Annotated[int, typer.Option(min=2, help="Hessian products to find them with, at most.")] = 100,
@@ -153,11 +156,12 @@ def hessian(
         data_root=data_root,
     )
     options: dict[str, Any] = {"redraw": redraw, "best": best, "device": device, "output": output}
-    results = _results("hessian", runs, measure, module.SHARED, **options)
+    results = _results(context, runs, measure, module.SHARED, **options)
     module.show(runs, results, output)
 
 
 def landscape(
+    context: typer.Context,
     runs: Runs,
     dimensions: Annotated[int, typer.Option(min=1, max=2, help="1: along a line; 2: over a plane.")] = 2,
     points: Annotated[int, typer.Option(min=2, help="Points on each axis.")] = 50,
@@ -191,6 +195,7 @@ def landscape(
 
     checkpoints = checkpoint or []
     if redraw:
+        check_redraw(context, "dimensions")
         found = [module.load(run, dimensions) for run in runs]
     else:
         place = find_device(device)
@@ -220,7 +225,7 @@ COMMANDS = (landscape, hessian, sharpness, gradients, masks)
 
 
 def _results(
-    name: str,
+    context: typer.Context,
     runs: list[Path],
     measure: Callable[..., dict[str, Any]],
     shared: tuple[str, ...],
@@ -232,8 +237,11 @@ def _results(
 ) -> list[dict[str, Any]]:
     """Measure runs one by one, or read what was measured before, which must be of the same settings."""
     from sparsam.analysis.results import check_shared, read_result
+    from sparsam.training.trainer import Interrupted
 
+    name = str(context.info_name)
     if redraw:
+        check_redraw(context)
         results = [read_result(run, name) for run in runs]
         check_shared(runs, results, shared)
         return results
@@ -241,8 +249,21 @@ def _results(
     place, results = find_device(device), []
     for run in runs:
         with nullcontext() if name == "hessian" else told(f"{run.name}: {name}"):  # which has a bar of its own
-            results.append(measure(run, device=place))
+            try:
+                results.append(measure(run, device=place))
+            except KeyboardInterrupt:
+                raise Interrupted(f"{run.name}: stopped, and nothing new of it is kept; runs before it are") from None
     return results
+
+
+def check_redraw(context: typer.Context, *allowed: str) -> None:
+    """Refuse options of a measurement beside --redraw, which shows what was measured before, as it was."""
+    allowed = ("runs", "redraw", "output", "device", "data_root", *allowed)
+    named = [name for name in context.params if name not in allowed]
+    chosen = [name for name in named if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
+    if chosen:
+        given = ", ".join(f"--{name.replace('_', '-')}" for name in chosen)
+        raise ValueError(f"--redraw shows what was measured before, as it was, so leave out {given}")
 
 
 def measure_missing(runs: list[Path], rho: float, device: Any) -> None:
