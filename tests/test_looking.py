@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from sparsam.analysis.mask_figure import draw_masks
 from sparsam.analysis.results import read_result, write_result
 from sparsam.cli.sharpness import show
 from sparsam.data import load_digits
@@ -198,6 +199,15 @@ def test_masks_of_runs_without_one(run, tmp_path):
     (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert "Without a mask: plain" in sparsam("masks", run, other, "--output", tmp_path).stdout
     assert "a run must have a mask to draw, but plain has none" in sparsam("masks", other, code=1).stderr
+
+
+@pytest.mark.parametrize(("shares", "words"), [([0, 0.5, 1], "comes and goes"), ([1, 1, 1], "does not move")])
+def test_masks_of_whole_layers(shares, words, tmp_path):
+    metrics = [
+        {"epoch": i, "mask_density": {"stem": 0.0, "head": share}, "mask_kept": None} for i, share in enumerate(shares)
+    ]
+    _, drawn = draw_masks([("ssam-c", metrics)], tmp_path / "masks")
+    assert f"<!-- the mask {words} -->" in drawn.read_text()
 
 
 def test_what_cannot_be_looked_at(run, tmp_path):
