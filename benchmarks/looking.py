@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import sparsam
 from sparsam.analysis.fusion import fastest
 from sparsam.analysis.kernels import kernels
-from sparsam.analysis.landscape import fused_batch
+from sparsam.analysis.landscape import fused_batch, joined
 from sparsam.analysis.objective import Objective
 from sparsam.models import build_model
 from sparsam.timing import Clock
@@ -28,9 +28,7 @@ from sparsam.training.environment import processor
 
 def works(model, data, batch_size, device):
     """Return what is timed, by name."""
-    objective, unfolded, reverse, larger = (
-        Objective(model, F.cross_entropy, data, batch_size=size) for size in (*[batch_size] * 3, fused_batch(device))
-    )
+    objective, unfolded, reverse = (Objective(model, F.cross_entropy, data, batch_size=batch_size) for _ in range(3))
     unfolded.product.forward_mode, reverse.product.forward_mode = True, False
     vector = [torch.randn_like(p) for p in objective.params]
 
@@ -49,7 +47,10 @@ def works(model, data, batch_size, device):
     if device.type == "cuda":
         with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
             fused = fastest(objective)
-            larger = Objective(model, F.cross_entropy, [(fused.prepare(x), y) for x, y in larger.batches])
+            if fused is None:
+                raise RuntimeError("the network must be fused to be timed so, but is not; a warning above may say why")
+            ready = [(fused.prepare(x), y) for x, y in objective.batches]
+            larger = Objective(model, F.cross_entropy, joined(ready, fused_batch(device)))
         table |= {
             "point, bf16, not fused": lambda: point("bf16"),
             "point, bf16": lambda: point("bf16", fused, larger),
@@ -95,7 +96,7 @@ def main():
         "sparsam": sparsam.__version__,
         "samples": options.samples,
         "batch_size": options.batch_size,
-        "fused_batch_size": fused_batch(device),
+        **({"fused_batch_size": fused_batch(device)} if device.type == "cuda" else {}),
         "seconds": rounds,
     }
     print(f"\n{result['device']}, torch {result['torch']}, ResNet-18, {options.samples} images of 3×32×32\n")

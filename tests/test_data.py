@@ -237,13 +237,21 @@ def test_samples_are_the_training_images_without_augmentation():
         assert y.shape == ()
 
 
-def test_samples_in_batches_are_the_single_ones():
+def counted(function, calls):
+    return lambda *args: calls.append(args) or function(*args)
+
+
+def test_samples_in_batches_are_the_single_ones(monkeypatch):
     samples = loader(numbered()).samples()
+    monkeypatch.setattr(type(samples), "__getitem__", counted(type(samples).__getitem__, calls := []))
     batches = DataLoader(Subset(samples, [22, 0, 7, 7, 3]), batch_size=2)
     x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    assert len(calls) == 3  # for each batch
     for i, found_x, found_y in zip([22, 0, 7, 7, 3], x, y, strict=True):
         assert found_x.equal(samples[i][0])
         assert found_y == samples[i][1]
+    assert samples.__getitems__([]) == []
+    assert [int(y) for _, y in samples.__getitems__(torch.tensor([3, 4]))] == [3, 4]
 
 
 def test_what_a_loader_says_of_its_data():

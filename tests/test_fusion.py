@@ -126,11 +126,11 @@ HOW = [{}, {"stride": 2}, {"padding": (2, 0)}, {"stride": (1, 3), "dilation": (2
 @pytest.mark.parametrize("broadcast", [(), (1,), (2, 3), (0, 2, 3)], ids=str)
 def test_only_whole_shortcuts_are_handed_to_cudnn(monkeypatch, how, broadcast):
     """Which is not here: a reference takes its place."""
-    part = Fused(nn.Conv2d(3, 5, 3, **how), nn.BatchNorm2d(5), relu=True, dtype=torch.float32).eval()
+    part = Fused(nn.Conv2d(8, 5, 3, **how), nn.BatchNorm2d(5), relu=True, dtype=torch.float32).eval()
     part.refresh()
     part.cudnn, seen = True, []
     monkeypatch.setattr(torch, "cudnn_convolution_add_relu", add_relu(seen))
-    x = torch.randn(4, 3, 9, 11)
+    x = torch.randn(4, 8, 9, 11)
     expected = part.parts[1].eval()(part.parts[0](x))
     shape = [1 if i in broadcast else n for i, n in enumerate(expected.shape)]
     shortcut = torch.randn(shape)
@@ -174,8 +174,9 @@ FEW_INPUTS = [  # of a convolution, its kernel, how, and how many channels it ge
     (3, (3, 3), {"dilation": 2}, 32),  # the rest is padded
     (3, (7, 7), {"stride": 2, "padding": 3}, 32),
     (12, (3, 3), {}, 32),
+    (20, (1, 1), {"stride": 2}, 32),
+    (31, (1, 1), {"padding": 2}, 32),
     (33, (1, 1), {"stride": (2, 3)}, 40),
-    (40, (1, 1), {"stride": (2, 3)}, 40),
 ]
 
 
@@ -193,12 +194,13 @@ def test_few_inputs_are_widened(inputs, kernel, how, channels, relu, size):
     torch.testing.assert_close(part(part.prepare(x)), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("size", [(1, 1), (1, 5), (5, 1)], ids=str)
-def test_products_of_maps_that_are_one_pixel_wide(size):
-    model = as_trained(nn.Sequential(nn.Conv2d(8, 6, 1, stride=2), nn.BatchNorm2d(6))).eval()
+@pytest.mark.parametrize("stride", [1, 2, (2, 3)])
+@pytest.mark.parametrize("shape", [(3, 1, 1), (3, 1, 5), (3, 5, 1), (0, 4, 4), (2, 7, 8)], ids=str)
+def test_pointwise_convolutions_of_any_map(stride, shape):
+    model = as_trained(nn.Sequential(nn.Conv2d(8, 6, 1, stride=stride), nn.BatchNorm2d(6))).eval()
     part = Fused(*model, relu=False, dtype=torch.float64)
     part.refresh()
-    x = torch.randn(3, 8, *size, dtype=torch.float64)
+    x = torch.randn(shape[0], 8, *shape[1:], dtype=torch.float64)
     torch.testing.assert_close(part(x), model(x), rtol=1e-12, atol=1e-12)
 
 

@@ -172,6 +172,12 @@ def test_tf32_is_a_search_with_the_same_result():
     fast, same_as = (top_eigenvalues(objective, 3, precision="tf32"), top_eigenvalues(objective, 3, tolerance=3e-3))
     assert (fast.values, fast.residuals, fast.products) == (same_as.values, same_as.residuals, same_as.products)
     assert fast.products < top_eigenvalues(objective, 3).products
+    for tolerance in (0.3, 0.1, 0.03, 0.01, 1e-3):  # the search goes further than the tolerance
+        one, other = (
+            top_eigenvalues(objective, 3, tolerance=t, precision=precision).products
+            for t, precision in ((tolerance, "tf32"), (0.7 * tolerance, "fp32"))
+        )
+        assert one == other
     seen = []
 
     def loss(outputs, targets):
@@ -572,7 +578,7 @@ def test_command_draws_again_without_measuring(run, measured, tmp_path):
     done, _, result = measured
     copied = tmp_path / "digits"
     shutil.copytree(run, copied, ignore=shutil.ignore_patterns("checkpoints"))
-    again = sparsam("hessian", copied, copied, "--redraw", "-o", tmp_path / "figures", "--device", "cpu")
+    again = sparsam("hessian", copied, copied, "--redraw", "-o", tmp_path / "figures")
     rows = [
         [line for line in text.splitlines() if line.split()[:1] == ["digits"]] for text in (done.stdout, again.stdout)
     ]
@@ -583,12 +589,13 @@ def test_command_draws_again_without_measuring(run, measured, tmp_path):
 
 def test_command_refuses(run, tmp_path):
     done = sparsam("hessian", run, *QUICK, "--memory", 0.001, "-o", tmp_path, code=1)
-    assert "error: --memory must hold 12 vectors for --top=5 eigenvalues" in done.stderr
+    assert "error: memory_limit must hold 12 vectors for k=5 eigenvalues" in done.stderr
+    assert "or lower k (k is --top, memory_limit is --memory)" in done.stderr
     done = sparsam("hessian", run, *QUICK, "--top", 60, "-o", tmp_path, code=1)
-    assert "error: --products must be a whole number >= 2 --top = 120, but is 100" in done.stderr
+    assert "error: products must be a whole number >= 2 k = 120, but is 100 (k is --top" in done.stderr
     bare = tmp_path / "bare"
     shutil.copytree(run, bare, ignore=shutil.ignore_patterns("analysis"))
-    done = sparsam("hessian", bare, "--redraw", "-o", tmp_path, "--device", "cpu", code=1)
+    done = sparsam("hessian", bare, "--redraw", "-o", tmp_path, code=1)
     assert f"there is no {bare}/analysis/hessian.json; make it with: sparsam hessian" in done.stderr
     assert not list(tmp_path.glob("*.png"))
 

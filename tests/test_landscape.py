@@ -9,6 +9,7 @@ import os
 import re
 import signal
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,11 +19,12 @@ from torch.nn import functional as F
 
 from browser import Page
 from cases import same, task, weights
+from sparsam.analysis import fusion
 from sparsam.analysis import landscape as module
 from sparsam.analysis.directions import filter_normalised, principal_directions, random_directions
 from sparsam.analysis.fusion import FusedForward
 from sparsam.analysis.hessian import top_eigenvalues
-from sparsam.analysis.landscape import Landscape, loss_landscape
+from sparsam.analysis.landscape import Landscape, fused_batch, joined, loss_landscape
 from sparsam.analysis.landscape_figure import Scale, caption, draw_figures, labels
 from sparsam.analysis.landscape_page import write_page
 from sparsam.analysis.objective import Objective
@@ -193,7 +195,7 @@ def test_unequal_batches_count_by_their_samples():
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("data", ["pair", "batches", "once"])
 @pytest.mark.parametrize("batch_size", [None, 10])
-def test_fused_batches_are_larger_unless_they_are_given(monkeypatch, fused, data, batch_size):
+def test_fused_batches_are_larger_unless_their_size_is_given(monkeypatch, fused, data, batch_size):
     monkeypatch.setattr(module, "BATCH", 6)
     monkeypatch.setattr(module, "FUSED_BATCH", 12)
     monkeypatch.setattr(module, "fastest", lambda o: FusedForward(o.model, torch.float32) if fused else None)
@@ -208,10 +210,52 @@ def test_fused_batches_are_larger_unless_they_are_given(monkeypatch, fused, data
     found = loss_landscape(
         t.model, loss_fn, given, dimensions=1, points=2, precision="bf16", batch_size=batch_size, range=0.1
     )
-    whole = {None: [12, 12] if fused else [6, 6, 6, 6], 10: [10, 10, 4]}[batch_size]
-    assert sizes == (whole if data == "pair" else [8, 8, 8]) * 3  # the centre and two points
+    whole = {None: [6, 6, 6, 6], 10: [10, 10, 4]}[batch_size] if data == "pair" else [8, 8, 8]
+    whole = [12, 12] if fused and batch_size is None else whole
+    assert sizes == whole * 3  # the centre and two points
     plain = loss_landscape(t.model, F.cross_entropy, (t.x, t.y), dimensions=1, points=2, range=0.1)
     np.testing.assert_allclose(found.losses, plain.losses, rtol=0.05)
+
+
+def test_images_are_prepared_once_for_all_points(monkeypatch):
+    calls = []
+    windows = fusion._windows
+    monkeypatch.setattr(fusion, "_windows", lambda *args, **options: calls.append(1) or windows(*args, **options))
+    monkeypatch.setattr(module, "fastest", lambda o: FusedForward(o.model, torch.float32))
+    model = build_model("resnet-small", 10).to(memory_format=torch.channels_last)
+    x, y = torch.randn(10, 3, 8, 8), torch.randint(0, 10, (10,))
+    loss_landscape(model, F.cross_entropy, list(zip(x.split(4), y.split(4), strict=True)), points=2, precision="bf16")
+    assert len(calls) == 3  # for each batch
+
+
+def test_joined_batches():
+    def pairs(*sizes):
+        return [(torch.rand(n, 8, 3, 3).to(memory_format=torch.channels_last), torch.rand(n)) for n in sizes]
+
+    def sizes(batches):
+        return [len(x) for x, _ in batches]
+
+    given = pairs(4, 4, 3)
+    found = joined(given, 6)
+    assert sizes(found) == [6, 5]
+    assert all(x.is_contiguous(memory_format=torch.channels_last) for x, _ in found)
+    for before, after in zip(zip(*given, strict=True), zip(*found, strict=True), strict=True):
+        assert torch.equal(torch.cat(before), torch.cat(after))
+    assert sizes(joined(given, 2)) == [4, 4, 3]  # not smaller than they were
+    assert sizes(joined(given, 100)) == [11]
+    mixed = [*given, (torch.rand(2, 8, 5, 5), torch.rand(2))]
+    assert joined(mixed, 6) == mixed
+    words = [(x, ["a word"] * len(x)) for x, _ in given]
+    assert joined(words, 6) == words
+
+
+@pytest.mark.parametrize(("memory", "size"), [(24, 5000), (40, 5000), (80, 10_000)])
+def test_a_large_gpu_takes_more_at_a_time(monkeypatch, memory, size):
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=memory * 2**30)
+    )
+    assert fused_batch(torch.device("cuda")) == size
+    assert fused_batch(torch.device("cpu")) == 5000
 
 
 @pytest.mark.parametrize("fails", [None, ZeroDivisionError, KeyboardInterrupt])
@@ -792,9 +836,13 @@ def test_the_command_end_to_end(runs, tmp_path):
         assert re.search(rf"{name} +{found.centre:.4g} +{found.median:.4g} +{found.losses.max():.4g} +0 +16", text)
 
     # Again with the same settings: nothing is computed; with others: refused.
-    before = (runs / "sgd" / "analysis" / "landscape.npz").read_bytes()
+    file = runs / "sgd" / "analysis" / "landscape.npz"
+    before = Landscape.load(file)
+    marked = before.losses + 1
+    replace(before, losses=marked).save(file)
     sparsam("landscape", runs / "sgd", *options)
-    assert Landscape.load(runs / "sgd" / "analysis" / "landscape.npz").losses.tobytes() in before
+    assert Landscape.load(file).losses.tobytes() == marked.tobytes()
+    before.save(file)
     done = sparsam("landscape", runs / "sgd", *options, "--seed", 7, code=1)
     assert "seed 0, now 7" in done.stderr
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from sparsam.analysis.mask_figure import draw_masks
 from sparsam.analysis.results import read_result, write_result
+from sparsam.cli.names import names_of
 from sparsam.cli.sharpness import show
 from sparsam.data import load_digits
 from sparsam.data.augment import normalise
@@ -124,7 +125,8 @@ def test_masks_of_a_run(run, tmp_path):
     sparsam("masks", run, "--output", tmp_path)
     svg = (tmp_path / "masks.svg").read_text()
     assert (tmp_path / "masks.png").stat().st_size > 10_000
-    assert "<svg" in svg
+    for text in ("digits-ssam-f-seed0", "the epoch before", "the first epoch", "layer2.0", "head.2"):
+        assert f"<!-- {text} -->" in svg
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert 0 < metrics[1]["mask_kept"] < 1
 
@@ -165,11 +167,31 @@ def test_results_of_different_settings_do_not_stand_side_by_side(run, tmp_path):
         sparsam(command, other, *two, *few, *figures)
         error = sparsam(command, run, other, "--redraw", *figures, code=1).stderr
         assert "runs must have the same settings to stand side by side, but" in error
+    both = [read_result(path, "sharpness") for path in (run, other)]
+    for path, samples, asked in zip((run, other), (40, 50), (50, 50), strict=True):  # one has less data than asked for
+        write_result(path, "sharpness", both[0] | {"samples": samples, "samples_asked": asked})
+    assert "over 40 or 50 images" in sparsam("sharpness", run, other, "--redraw").stdout
+    for path, result in zip((run, other), both, strict=True):
+        write_result(path, "sharpness", result)
     sparsam("sharpness", other, "--samples", 60, "--noise", 2, "--device", "cpu")  # and seeds of two sizes do not mix
     sparsam("report", run, other, "--output", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert "λ1 (50 images)" in page
     assert "λ1 (60 images)" in page
+
+
+def test_runs_of_one_name(run, tmp_path, monkeypatch):
+    places = [tmp_path / name / "run [b]{x}" for name in ("one", "two")]
+    for place in places:
+        shutil.copytree(run, place)
+        sparsam("gradients", place, "--batches", 1, "--device", "cpu", "--output", tmp_path / "figures")
+    shown = sparsam("gradients", *places, "--redraw", "--output", tmp_path / "figures").stdout
+    assert all(f"{name}/run [b]{{x}} " in shown for name in ("one", "two"))
+    files = {f.stem for f in (tmp_path / "figures").iterdir()}
+    assert files == {"gradients", *(f"gradients-{name}run [b]{{x}}" for name in ("", "one-", "two-"))}
+    monkeypatch.chdir(places[0])
+    assert names_of([Path()]) == ["run [b]{x}"]
+    assert names_of([Path(), Path()]) == ["run [b]{x}"] * 2
 
 
 def test_numbers_are_not_cut_off(capsys):
@@ -215,7 +237,7 @@ def test_what_cannot_be_looked_at(run, tmp_path):
         (["sharpness", tmp_path], f"error: {tmp_path} is not the directory of a run: it has no recipe.json"),
         (["gradients", tmp_path, "--redraw"], "error: there is no .*gradients.json; make it with: sparsam gradients"),
         (["sharpness", run, "--redraw", "--rho", 0.2, "--adaptive-rho", 2], "so leave out --rho, --adaptive-rho$"),
-        (["gradients", run, "--redraw", "--best"], "so leave out --best$"),
+        (["gradients", run, "--redraw", "--best", "--device", "cpu"], "so leave out --best, --device$"),
         (["landscape", run, "--redraw", "--dimensions", 1, "--points", 3], "so leave out --points$"),
         (["sharpness", run, "--rho", "-1"], "error: rho must be a finite number >= 0, but is -1.0"),
         (["masks", tmp_path], f"error: {tmp_path} is not the directory of a run: it has no recipe.json"),

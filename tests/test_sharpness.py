@@ -283,15 +283,20 @@ def test_a_parameter_of_the_model_itself_is_counted_once():
     assert {name: sum(row) for name, row in found.counts.items()} == {"": 11, "shift": 3, "linear": 8}
 
 
-def test_gradient_differences_against_a_loop_over_single_weights():
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_gradient_differences_against_a_loop_over_single_weights(masked, adaptive):
     t = task()
     objective, rho, bins = Objective(t.model, F.cross_entropy, (t.x, t.y)), 0.2, 50
-    found = gradient_difference(objective, rho, bins=bins)
-    sgd = objective.gradient()
-    norm = math.sqrt(sum(float(g.square().sum()) for g in sgd))
+    mask = [torch.rand_like(p) < 0.3 for p in objective.params] if masked else None
+    options = {"bins": bins, "mask": mask, "adaptive": adaptive}
+    found = gradient_difference(objective, rho, **options)
+    sgd, before = objective.gradient(), [p.detach().clone() for p in objective.params]
+    scales = [p.abs() if adaptive else torch.ones_like(p) for p in before]
+    norm = math.sqrt(sum(float((s * g).square().sum()) for s, g in zip(scales, sgd, strict=True)))
     with torch.no_grad():
-        for p, g in zip(objective.params, sgd, strict=True):
-            p += rho * g / norm
+        for i, (p, s, g) in enumerate(zip(objective.params, scales, sgd, strict=True)):
+            p += rho * s.square() * g / norm * (mask[i] if masked else 1)
     sam = objective.gradient()
     counts, below = [0] * bins, 0
     for a, b in zip(sam, sgd, strict=True):
@@ -304,14 +309,14 @@ def test_gradient_differences_against_a_loop_over_single_weights():
     assert sum(found.counts["3"]) == sum(p.numel() for p in t.model[3].parameters())
     assert [sum(c) for c in zip(*(row for name, row in found.counts.items() if name), strict=True)] == counts
     with torch.no_grad():
-        for p, g in zip(objective.params, sgd, strict=True):
-            p -= rho * g / norm
+        for p, w in zip(objective.params, before, strict=True):
+            p.copy_(w)
     two = [
-        gradient_difference(Objective(t.model, F.cross_entropy, (t.x[s], t.y[s])), rho, bins=bins)
+        gradient_difference(Objective(t.model, F.cross_entropy, (t.x[s], t.y[s])), rho, **options)
         for s in (slice(0, 10), slice(10, 20))
     ]
     both = Objective(t.model, F.cross_entropy, (t.x[:20], t.y[:20]), batch_size=10)
     added = [a + b for a, b in zip(two[0].counts[""], two[1].counts[""], strict=True)]
-    assert gradient_difference(both, rho, bins=bins).counts[""] == added
+    assert gradient_difference(both, rho, **options).counts[""] == added
     assert found.edges[0] == -12
     assert found.edges[-1] == 8

@@ -16,7 +16,7 @@ import copy
 import inspect
 import operator
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # whose Hessian products are those of folded models
 
 RELUS = (F.relu, torch.relu, "relu", "relu_")  # functions, and methods of tensors
 CHANNELS = 8  # tensor cores take so many at a time: with 3, cuDNN falls back to kernels without them
-FEW = 32  # and with 8 to slow ones: on an H200 a convolution of 32 channels takes less time
+FEW = 32  # and with 8 to slow ones: on an H200 a convolution of 32 channels takes less time, and one over windows least
 POINTWISE = ((0, 0), (1, 1), 1)  # padding, dilation and groups of a convolution that is a matrix product
 SAME = 1e-4  # the relative difference of two losses in float32 that are the same function
 BF16 = 2e-2  # and of one in bf16
@@ -133,12 +133,13 @@ class Fused(Folded):
 
     def __init__(self, convolution: nn.Conv2d, norm: nn.BatchNorm2d, *, relu: bool, dtype: torch.dtype) -> None:
         super().__init__(convolution, norm, relu=relu)
+        stride, padding, *_ = self.how
         outputs, inputs, *kernel = convolution.weight.shape
         few = convolution.groups == 1 and inputs % CHANNELS
-        self.window: Any = None
+        self.windows: Callable[[Tensor], Tensor] | None = None
         if few and convolution.weight[0].numel() <= FEW and convolution.dilation == (1, 1):
-            # What an output sees, as the channels of its pixel: no more memory than padding takes, a ninth of the work.
-            self.window = (*kernel, *convolution.stride, *convolution.padding)
+            # All that an output sees as the channels of its pixel: as many as padding would give, but a matrix product.
+            self.windows = partial(_windows, kernel=kernel, stride=stride, padding=padding)
             inputs, kernel, self.how = convolution.weight[0].numel(), [1, 1], ((1, 1), *POINTWISE)
         width = max(FEW, -(-inputs // CHANNELS) * CHANNELS) if few else inputs
         self.pointwise = kernel == [1, 1] and self.how[1:] == POINTWISE
@@ -151,7 +152,7 @@ class Fused(Folded):
     def refresh(self) -> None:
         """Take the weights that the model has now."""
         weight, bias = _fold(*self.parts, self.inverse_deviation)
-        weight = weight if self.window is None else weight.flatten(1)[..., None, None]
+        weight = weight if self.windows is None else weight.flatten(1)[..., None, None]
         self.weight[:, : weight.shape[1]].copy_(weight)
         self.bias.copy_(bias)
 
@@ -169,18 +170,21 @@ class Fused(Folded):
         with torch.autocast(x.device.type, enabled=False):
             if self.pointwise:  # a matrix product, which can add the shift on its way
                 down, across = self.how[0]
-                # Large numbers are copied faster than small ones, and the channels are a multiple of eight.
-                wide = x.permute(0, 2, 3, 1).flatten().view(torch.complex128).view(len(x), *x.shape[2:], -1)
-                pixels = wide[:, ::down, ::across].contiguous().view(self.dtype)
+                pixels = x.permute(0, 2, 3, 1)
+                if (down, across) != (1, 1):
+                    # A strided copy is faster of 16 bytes than of 2; prepared inputs have a multiple of eight channels.
+                    shape = (*pixels.shape[:3], x.shape[1] * x.itemsize // 16)
+                    wide = pixels.flatten().view(torch.complex128).view(shape)
+                    pixels = wide[:, ::down, ::across].contiguous().view(self.dtype)
                 h = F.linear(pixels, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
             else:
                 h = F.conv2d(x, self.weight, self.bias, *self.how)
         return self.after(h, shortcut)
 
     def prepare(self, x: Tensor) -> Tensor:
-        """Return x in the type, order and number of channels that are fast; one that is so already as it is."""
-        if self.window is not None and x.shape[1] < self.weight.shape[1]:
-            x = _windows(x.to(self.dtype), *self.window)
+        """Return x in the type and order that are fast, and wider or as windows; one that is so already as it is."""
+        if self.windows is not None and x.shape[1] < self.weight.shape[1]:
+            x = self.windows(x.to(self.dtype))
         x = x.to(self.dtype).contiguous(memory_format=torch.channels_last)  # first, while it has few channels
         missing = self.weight.shape[1] * self.how[3] - x.shape[1]
         return F.pad(x, (0, 0, 0, 0, 0, missing)).contiguous(memory_format=torch.channels_last) if missing else x
@@ -192,9 +196,10 @@ class Fused(Folded):
         return len(x), len(self.weight), *sizes
 
 
-def _windows(x: Tensor, rows: int, columns: int, down: int, across: int, above: int, beside: int) -> Tensor:
-    """Return for each step of a window, whose borders are zeros, what is in it, as channels."""
-    windows = F.pad(x, (beside, beside, above, above)).unfold(2, rows, down).unfold(3, columns, across)
+def _windows(x: Tensor, *, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> Tensor:
+    """Return for each place of a window what is in it, as channels; F.unfold does so image by image on a GPU."""
+    above, beside = padding
+    windows = F.pad(x, (beside, beside, above, above)).unfold(2, kernel[0], stride[0]).unfold(3, kernel[1], stride[1])
     return windows.permute(0, 2, 3, 1, 4, 5).flatten(3).permute(0, 3, 1, 2)
 
 
@@ -202,9 +207,9 @@ def _first(module: nn.Module) -> Fused | None:
     """Return the part that alone reads the inputs of a fused module, if there is one."""
     if not isinstance(module, fx.GraphModule):
         return None
-    inputs, *more = [node for node in module.graph.nodes if node.op == "placeholder"]
+    inputs = next(node for node in module.graph.nodes if node.op == "placeholder")
     user = _only_user(inputs)
-    if more or user is None or user.op != "call_module" or user.args != (inputs,):
+    if user is None or user.op != "call_module" or user.args != (inputs,):
         return None
     part = module.get_submodule(str(user.target))
     return part if isinstance(part, Fused) else None

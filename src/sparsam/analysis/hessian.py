@@ -30,7 +30,7 @@ Progress = Callable[[int, int, float], object]
 
 GIB = 2**30
 WORKING = 4  # vectors beside V: the remainder, and in a product its sum and a batch's first and second derivative
-TOLERANCES = {"fp32": 1e-4, "tf32": 3e-3}  # a search that rounds to three digits leaves one to two thousandths
+TOLERANCES = {"fp32": 1e-4, "tf32": 3e-3}  # rounding to three digits leaves one to two thousandths, or more
 FURTHER = {"fp32": 1.0, "tf32": 0.7}  # how far the search goes, for float32 then sees what TF32 has rounded
 EIGENVALUES, DENSITY = 0, 1  # whose random numbers
 
@@ -159,7 +159,7 @@ def top_eigenvalues(
         products: The most that it may take, k of them for the residuals at the end.
         tolerance: The largest residual, in units of the largest absolute eigenvalue; default: 1e-4, or 3e-3 for "tf32".
             An eigenvalue's error is of the order of its residual's square. In float32, rounding leaves about 1e-6 and
-            less is never reached; in TF32 it leaves 1e-3 to 2e-3.
+            less is never reached; in TF32 1e-3 to 3e-2, most where the loss is small.
         precision: "fp32", or "tf32" to search with products that a GPU rounds to three digits, and computes faster.
             Values and residuals are measured in float32 all the same.
         memory_limit: For vectors, in GiB; what a product itself takes for activations comes on top.

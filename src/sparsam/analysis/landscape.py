@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from sparsam.analysis.directions import Checkpoint, Direction, Plane, principal_directions, random_directions
 from sparsam.analysis.fusion import fastest
-from sparsam.analysis.objective import Objective, is_pair
+from sparsam.analysis.objective import Objective
 from sparsam.checks import check_choice, check_number, check_whole
 
 PRECISIONS = ("fp32", "bf16")
@@ -144,8 +144,8 @@ def loss_landscape(
         seed: Of random directions. Models of one architecture look in the same directions if they have the same seed.
         precision: "fp32" computes as the weights are, "bf16" under autocast and, on a GPU, with kernels that do several
             things at once (:mod:`sparsam.analysis.fusion`).
-        batch_size: How a pair of tensors is cut into batches; default: 1000, or 5000 small images where convolutions
-            are fused, 10,000 on a large GPU.
+        batch_size: How a pair of tensors is cut into batches; default: 1000. Unless it is given, batches of small
+            images are joined where convolutions are fused, to 5000 or, on a large GPU, 10,000.
         file: An npz file for the finished points. If it is there already, the grid goes on from it, or, with other
             settings or weights, is refused.
         save_every: Seconds between two savings.
@@ -164,11 +164,10 @@ def loss_landscape(
     autocast = torch.autocast(objective.device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False)
     with torch.no_grad(), autocast:
         forward = fastest(objective) if precision == "bf16" else None
-        if forward is not None and batch_size is None and is_pair(data) and _values(data[0]) <= SMALL:
-            objective = Objective(model, loss_fn, data, batch_size=fused_batch(objective.device))
         if forward is not None and all(_values(x) <= SMALL for x, _ in objective.batches):
             # Once for all points; of large images it would take too much memory.
             batches = [(forward.prepare(x), y) for x, y in objective.batches]
+            batches = joined(batches, fused_batch(objective.device)) if batch_size is None else batches
             objective = Objective(model, loss_fn, batches)
         centre = objective.loss(forward).item()
         if not math.isfinite(centre):
@@ -219,6 +218,15 @@ def fused_batch(device: torch.device) -> int:
     """Return how many small images are computed at a time where convolutions are fused."""
     large = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory > MUCH
     return 2 * FUSED_BATCH if large else FUSED_BATCH
+
+
+def joined(batches: Sequence[tuple[Any, Any]], size: int) -> list[tuple[Any, Any]]:
+    """Return batches of so many samples, at least as large as the given ones; these, where they cannot be joined."""
+    parts = list(zip(*batches, strict=True))
+    if any(not isinstance(t, Tensor) or t.shape[1:] != some[0].shape[1:] for some in parts for t in some):
+        return list(batches)
+    size = max(size, *map(len, parts[0]))
+    return list(zip(*(torch.split(torch.cat(some), size) for some in parts), strict=True))
 
 
 def _values(x: Any) -> float:

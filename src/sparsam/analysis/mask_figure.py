@@ -39,8 +39,8 @@ def draw_masks(runs: Sequence[tuple[str, list[dict[str, Any]]]], path: Path) -> 
                 below.plot(*zip(*points, strict=True), marker=".", label=words)
         below.set(xlabel="epoch", ylim=(0, 1.03), xlim=extent[:2])
         if not below.lines:
-            words = "the mask comes and goes" if np.ptp(density, axis=1).any() else "the mask does not move"
-            below.text(0.5, 0.5, words, transform=below.transAxes, ha="center", va="center")
+            told = "the mask comes and goes" if np.ptp(density, axis=1).any() else "the mask does not move"
+            below.text(0.5, 0.5, told, transform=below.transAxes, ha="center", va="center")
     axes[1][0].set_ylabel("in the mask of …")
     figure.colorbar(image, ax=axes[0].tolist(), label="share of perturbed weights")
     for ax in axes[1]:

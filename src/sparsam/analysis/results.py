@@ -35,10 +35,10 @@ def _finite(value: Any) -> Any:
 
 
 def check_shared(runs: Sequence[Path], results: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> None:
-    """Refuse results of different settings, which do not compare."""
+    """Refuse results of different settings, which do not compare; there may be fewer samples than were asked for."""
     for run, result in zip(runs, results, strict=True):
         for key in keys:
-            here, there = result.get(key), results[0].get(key)
+            here, there = (r.get(f"{key}_asked", r.get(key)) for r in (result, results[0]))
             if here != there:
                 raise ValueError(
                     f"runs must have the same settings to stand side by side, but {key} is {there} for {runs[0]} and "

@@ -10,11 +10,13 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from sparsam.analysis import gradient_difference
 from sparsam.analysis.gradient_figure import draw_layers, draw_runs
 from sparsam.analysis.results import write_result
 from sparsam.analysis.runs import load_objective
+from sparsam.cli.names import names_of
 
 SHARED = ("rho", "samples", "batches", "weights")  # of results that stand side by side
 
@@ -34,7 +36,11 @@ def measure(
     objective = load_objective(
         run, samples=samples, batch_size=batch_size, best=best, data_root=data_root, device=device
     )
-    result = {**gradient_difference(objective, rho).to_dict(), "weights": "best" if best else "last"}
+    result = {
+        **gradient_difference(objective, rho).to_dict(),
+        "samples_asked": samples,
+        "weights": "best" if best else "last",
+    }
     write_result(run, "gradients", result)
     return result
 
@@ -46,16 +52,18 @@ def show(runs: Sequence[Path], results: Sequence[dict[str, Any]], output: Path) 
     table.add_column("r < 0, %", justify="right")
     table.add_column("lowest layer", justify="right")
     table.add_column("highest layer", justify="right")
-    for run, result in zip(runs, results, strict=True):
+    labelled = list(zip(names_of(runs), results, strict=True))
+    for label, result in labelled:
         layers = {name: share for name, share in result["below_zero"].items() if name}
         ends = (min(layers, key=lambda n: layers[n]), max(layers, key=lambda n: layers[n]))
-        table.add_row(run.name, f"{100 * result['below_zero']['']:.1f}", *(f"{n} {100 * layers[n]:.1f}" for n in ends))
+        table.add_row(
+            Text(label), f"{100 * result['below_zero']['']:.1f}", *(f"{n} {100 * layers[n]:.1f}" for n in ends)
+        )
     console = Console(highlight=False)
     console.print(table)
-    labelled = [(run.name, result) for run, result in zip(runs, results, strict=True)]
     files = draw_runs(labelled, output / "gradients")
     for label, result in labelled:
-        files += draw_layers(label, result, output / f"gradients-{label}")
+        files += draw_layers(label, result, output / f"gradients-{label.replace('/', '-')}")
     console.print(
         "r = log|(g_SAM − g_SGD)/g_SGD|: below 0, the perturbation changes a weight's gradient by less than the "
         f"gradient itself. Figures: {', '.join(str(f) for f in files if f.suffix == '.png')}",

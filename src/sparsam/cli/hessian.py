@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,17 +12,17 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from sparsam.analysis import hessian
 from sparsam.analysis.results import write_result
 from sparsam.analysis.runs import load_objective
 from sparsam.analysis.spectrum_figure import draw_spectra
+from sparsam.cli.names import names_of
 from sparsam.training.rundir import RunDirectory
 
 NONE = "–"
 SHARED = ("samples", "weights")  # of results that stand side by side
-NAMES = {"memory_limit": "--memory", "k": "--top", "products must": "--products must"}  # what errors say of arguments
-OPTION = re.compile(rf"\b({'|'.join(NAMES)})\b")
 
 
 def measure(
@@ -47,7 +46,7 @@ def measure(
     try:
         used = hessian.memory_needed(objective, k=top, products=products, steps=steps, memory_limit=memory)
     except ValueError as error:
-        raise ValueError(OPTION.sub(lambda found: NAMES[found[0]], str(error))) from error
+        raise ValueError(f"{error} (k is --top, memory_limit is --memory)") from error
     Console(stderr=True, highlight=False).print(
         f"{run.name}: {hessian.weights_of(objective):,} weights, {objective.count:,} images; at most {products} "
         f"products for eigenvalues and {probes} × {steps} for the density; {used / hessian.GIB:.2g} GiB for vectors",
@@ -74,6 +73,7 @@ def measure(
         "precision": precision,
         "loss": objective.loss().item(),
         "samples": objective.count,
+        "samples_asked": samples,
         "seed": seed,
         "weights": "best" if best else "last",
     }
@@ -88,10 +88,10 @@ def show(runs: Sequence[Path], results: Sequence[dict[str, Any]], output: Path) 
     table.add_column("Run", no_wrap=True)
     for heading in ("λ1", "λ5", "λ1/λ5", "Trace", "Residuals of λ1, λ5"):
         table.add_column(heading, justify="right")
-    for run, result in zip(runs, results, strict=True):
-        table.add_row(run.name, *_cells(result))
+    names = names_of(runs)
+    for name, result in zip(names, results, strict=True):
+        table.add_row(Text(name), *_cells(result))
     console.print(table)
-    names = [run.name for run in runs]
     labels = [r["method"] for r in results]
     labels = labels if len(set(labels)) == len(labels) else names
     files = draw_spectra(list(zip(labels, results, strict=True)), output / "hessian")
@@ -121,7 +121,11 @@ def _cells(result: dict[str, Any]) -> tuple[str, ...]:
 @contextmanager
 def _bar(text: str) -> Iterator[hessian.Progress]:
     """Show a bar on a terminal, with the time that is left at most."""
-    columns = (TextColumn(text), BarColumn(bar_width=20), TextColumn("{task.fields[left]}"))
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=20),
+        TextColumn("{task.fields[left]}"),
+    )
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(text, left="")

@@ -14,12 +14,14 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
-from sparsam.analysis.landscape import BATCH, Landscape, fused_batch, loss_landscape
+from sparsam.analysis.landscape import Landscape, loss_landscape
 from sparsam.analysis.landscape_figure import draw_figures
 from sparsam.analysis.landscape_page import write_page
 from sparsam.analysis.results import check_shared
 from sparsam.analysis.runs import load_objective
+from sparsam.cli.names import names_of
 from sparsam.training.checkpoint import CheckpointError
 from sparsam.training.rundir import RunDirectory
 from sparsam.training.trainer import Interrupted, stopping_on_signals
@@ -42,6 +44,7 @@ def check(*, directions: str, checkpoints: Sequence[Path]) -> None:
 def measure(
     run: Path,
     *,
+    dimensions: int,
     samples: int,
     best: bool,
     directions: str,
@@ -54,6 +57,7 @@ def measure(
 
     Args:
         run: The directory of a run.
+        dimensions: 1 or 2.
         samples: Training images to look at.
         best: The best epoch's weights in place of the last.
         directions: "random" or "pca".
@@ -63,11 +67,7 @@ def measure(
         options: Those of :func:`loss_landscape`.
     """
     recipe = RunDirectory(run).recipe()
-    fused = device.type == "cuda" and options["precision"] == "bf16" and recipe.data.name != "imagefolder"
-    batch_size = fused_batch(device) if fused else BATCH
-    objective = load_objective(
-        run, samples=samples, batch_size=batch_size, best=best, data_root=data_root, device=device
-    )
+    objective = load_objective(run, samples=samples, best=best, data_root=data_root, device=device)
     about = {
         "label": recipe.method,
         "seed": recipe.train.seed,
@@ -80,9 +80,10 @@ def measure(
             objective.model,
             objective.loss_fn,
             objective.batches,
+            dimensions=dimensions,
             directions=directions,
             checkpoints=checkpoints,
-            file=_file(run, options["dimensions"]),
+            file=_file(run, dimensions),
             about=about,
             progress=progress,
             **options,
@@ -104,12 +105,12 @@ def show(runs: Sequence[Path], landscapes: Sequence[Landscape], output: Path) ->
     table.add_column("Run", no_wrap=True)
     for heading in ("Loss at w", "Median", "Highest", "Not finite", "Points"):
         table.add_column(heading, justify="right")
-    for run, shown in zip(runs, landscapes, strict=True):
+    for name, shown in zip(names_of(runs), landscapes, strict=True):
         finite = shown.losses[abs(shown.losses) < float("inf")]
         # Those of a part of the grid would not compare with others.
         whole = [f"{shown.median:.4g}", f"{finite.max():.4g}"] if shown.complete and len(finite) else ["–", "–"]
         points = str(shown.finished) if shown.complete else f"{shown.finished} of {shown.losses.size}"
-        table.add_row(run.name, f"{shown.centre:.4g}", *whole, str(shown.gaps), points)
+        table.add_row(Text(name), f"{shown.centre:.4g}", *whole, str(shown.gaps), points)
     files = draw_figures(landscapes, output)
     page = write_page(landscapes, output / f"{NAMES[landscapes[0].losses.ndim]}.html")
     console = Console(highlight=False)
@@ -126,7 +127,12 @@ def _file(run: Path, dimensions: int) -> Path:
 def _telling(name: str) -> Iterator[Callable[[int, int], None]]:
     """Show a bar with the time left on a terminal, and lines elsewhere; Ctrl-C stops after a point."""
     console = Console(stderr=True)
-    columns = (TextColumn(name), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     stopped: list[bool] = []
     with (
         stopping_on_signals(lambda: stopped.append(True)),

@@ -60,7 +60,7 @@ def sharpness(
         best=best,
         data_root=data_root,
     )
-    results = _results(context, runs, measure, module.SHARED, redraw=redraw, best=best, device=device)
+    results = _results("sharpness", context, runs, measure, module.SHARED, redraw=redraw, best=best, device=device)
     module.show(runs, results)
 
 
@@ -89,7 +89,7 @@ def gradients(
 
     measure = partial(module.measure, rho=rho, batch_size=batch_size, batches=batches, best=best, data_root=data_root)
     options: dict[str, Any] = {"redraw": redraw, "best": best, "device": device, "output": output}
-    results = _results(context, runs, measure, module.SHARED, **options)
+    results = _results("gradients", context, runs, measure, module.SHARED, **options)
     module.show(runs, results, output)
 
 
@@ -102,11 +102,12 @@ def masks(runs: Runs, output: Output = Path("runs/analysis")) -> None:
     ```
     """
     from sparsam.analysis.mask_figure import draw_masks
+    from sparsam.cli.names import names_of
     from sparsam.training.rundir import RunDirectory
 
     for run in runs:
         RunDirectory(run).recipe()  # or it says that this is no run
-    metrics = [(run.name, RunDirectory(run).metrics()) for run in runs]
+    metrics = [(name, RunDirectory(run).metrics()) for name, run in zip(names_of(runs), runs, strict=True)]
     shown = [(name, epochs) for name, epochs in metrics if any(epoch["mask_density"] for epoch in epochs)]
     files = draw_masks(shown or metrics, output / "masks")
     if len(shown) < len(metrics):
@@ -156,7 +157,7 @@ def hessian(
         data_root=data_root,
     )
     options: dict[str, Any] = {"redraw": redraw, "best": best, "device": device, "output": output}
-    results = _results(context, runs, measure, module.SHARED, **options)
+    results = _results("hessian", context, runs, measure, module.SHARED, **options)
     module.show(runs, results, output)
 
 
@@ -225,6 +226,7 @@ COMMANDS = (landscape, hessian, sharpness, gradients, masks)
 
 
 def _results(
+    name: str,
     context: typer.Context,
     runs: list[Path],
     measure: Callable[..., dict[str, Any]],
@@ -239,7 +241,6 @@ def _results(
     from sparsam.analysis.results import check_shared, read_result
     from sparsam.training.trainer import Interrupted
 
-    name = str(context.info_name)
     if redraw:
         check_redraw(context)
         results = [read_result(run, name) for run in runs]
@@ -258,8 +259,7 @@ def _results(
 
 def check_redraw(context: typer.Context, *allowed: str) -> None:
     """Refuse options of a measurement beside --redraw, which shows what was measured before, as it was."""
-    allowed = ("runs", "redraw", "output", "device", "data_root", *allowed)
-    named = [name for name in context.params if name not in allowed]
+    named = [name for name in context.params if name not in ("runs", "redraw", "output", *allowed)]
     chosen = [name for name in named if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
     if chosen:
         given = ", ".join(f"--{name.replace('_', '-')}" for name in chosen)

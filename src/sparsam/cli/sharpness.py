@@ -10,6 +10,9 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from sparsam.cli.names import names_of
 
 SHARED = ("rho", "adaptive_rho", "ascent", "noise", "samples", "seed", "weights")  # of results side by side
 COLUMNS = {  # headings and the values below them
@@ -31,8 +34,8 @@ def show(runs: Sequence[Path], results: Sequence[dict[str, Any]]) -> None:
     shown = {heading: key for heading, key in COLUMNS.items() if masked or key != "worst_case_masked"}
     for heading in shown:
         table.add_column(heading, justify="right", no_wrap=True)
-    for run, result in zip(runs, results, strict=True):
-        table.add_row(run.name, *(_cell(result, key) for key in shown.values()))
+    for name, result in zip(names_of(runs), results, strict=True):
+        table.add_row(Text(name), *(_cell(result, key) for key in shown.values()))
     console = Console(highlight=False)
     wide = Console(highlight=False, width=max(console.width, 40 + 24 * len(shown)))  # numbers are not cut off
     wide.print(table)

@@ -87,5 +87,5 @@ class _Samples(Dataset[Batch]):
 
     def __getitems__(self, indices: list[int]) -> list[Batch]:
         """Return several, which a DataLoader asks for at once: a few kernels for all of them, not for each."""
-        x, y = self[torch.tensor(indices, device=self.loader.data.train.x.device)]
+        x, y = self[torch.as_tensor(indices, dtype=torch.long, device=self.loader.data.train.x.device)]
         return list(zip(x, y, strict=True))
