@@ -832,6 +832,7 @@ def test_the_command_end_to_end(runs, tmp_path):
             "run": name,
             "setup": "resnet-small on digits",
             "weights": "last",
+            "epochs": 1,
         }
         assert re.search(rf"{name} +{found.centre:.4g} +{found.median:.4g} +{found.losses.max():.4g} +0 +16", text)
 
@@ -844,7 +845,10 @@ def test_the_command_end_to_end(runs, tmp_path):
     assert Landscape.load(file).losses.tobytes() == marked.tobytes()
     before.save(file)
     done = sparsam("landscape", runs / "sgd", *options, "--seed", 7, code=1)
-    assert "seed 0, now 7" in done.stderr
+    assert "seed 0, now 7. Delete it to start anew (--overwrite does)" in " ".join(done.stderr.split())
+    sparsam("landscape", runs / "sgd", *options, "--seed", 7, "--overwrite")
+    assert Landscape.load(file).settings["seed"] == 7
+    before.save(file)
 
 
 def images(data):

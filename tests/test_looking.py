@@ -180,6 +180,23 @@ def test_results_of_different_settings_do_not_stand_side_by_side(run, tmp_path):
     assert "λ1 (60 images)" in page
 
 
+def test_results_from_before_a_run_was_continued(run, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    sparsam("sharpness", other, "--samples", 50, "--noise", 2, "--device", "cpu")
+    assert "was measured" not in sparsam("sharpness", other, "--redraw").stderr
+    assert "λ1" in sparsam("report", other, "--output", tmp_path / "page.html").stdout
+    lines = (other / "metrics.jsonl").read_text().splitlines(keepends=True)
+    third = json.dumps(json.loads(lines[-1]) | {"epoch": 3}) + "\n"
+    (other / "metrics.jsonl").write_text("".join([*lines, third]))
+    told = " ".join(sparsam("sharpness", other, "--redraw").stderr.split())
+    assert "was measured after epoch 2 and has 3 by now: measure it again" in told
+    assert "λ1" not in sparsam("report", other, "--output", tmp_path / "page.html").stdout
+    (other / "analysis" / "sharpness.json").write_text("{")
+    error = " ".join(sparsam("sharpness", other, "--redraw", code=1).stderr.split())
+    assert "sharpness.json cannot be read: Expecting property name" in error
+
+
 def test_runs_of_one_name(run, tmp_path, monkeypatch):
     places = [tmp_path / name / "run [b]{x}" for name in ("one", "two")]
     for place in places:

@@ -286,7 +286,7 @@ def _unfinished(file: str | Path | None, new: Landscape) -> Landscape:
     if differences:
         raise ValueError(
             f"{file} holds a landscape of other settings, which does not mix with this one: {'; '.join(differences)}. "
-            f"Delete it to start anew"
+            f"Delete it to start anew (--overwrite does)"
         )
     return old
 

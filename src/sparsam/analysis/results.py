@@ -11,18 +11,20 @@ from typing import Any
 import torch
 
 from sparsam._version import __version__
-from sparsam.training.rundir import replace_file
+from sparsam.training.rundir import RunDirectory, replace_file
 
 
 def write_result(run: str | Path, name: str, values: dict[str, Any]) -> Path:
     """Write plain values, with the versions that made them, to RUN/analysis/NAME.json, whole or not at all.
 
-    JSON has no infinity: a number that is not finite is null in the file.
+    With them goes how many epochs the run has finished (:func:`outdated`). JSON has no infinity: a number that is not
+    finite is null in the file.
     """
     path = Path(run) / "analysis" / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     versions = {"sparsam": __version__, "torch": torch.__version__}
-    replace_file(path, json.dumps(_finite({**values, "versions": versions}), indent=1) + "\n")
+    about = {"epochs": len(RunDirectory(run).metrics()), "versions": versions}
+    replace_file(path, json.dumps(_finite({**values, **about}), indent=1) + "\n")
     return path
 
 
@@ -51,5 +53,15 @@ def read_result(run: str | Path, name: str) -> dict[str, Any]:
     path = Path(run) / "analysis" / f"{name}.json"
     if not path.is_file():
         raise ValueError(f"there is no {path}; make it with: sparsam {name} {run}")
-    values: dict[str, Any] = json.loads(path.read_text())
+    try:
+        values: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: {error}; make it anew with: sparsam {name} {run}") from error
     return values
+
+
+def outdated(run: str | Path, result: Mapping[str, Any]) -> str:
+    """Return what to say of a result from before the run was continued; nothing where there is nothing to say."""
+    now = len(RunDirectory(run).metrics())
+    then = result.get("epochs", now)
+    return f"{run} was measured after epoch {then} and has {now} by now: measure it again" if then != now else ""

@@ -66,6 +66,7 @@ def show(runs: Sequence[Path], results: Sequence[dict[str, Any]], output: Path) 
         files += draw_layers(label, result, output / f"gradients-{label.replace('/', '-')}")
     console.print(
         "r = log|(g_SAM − g_SGD)/g_SGD|: below 0, the perturbation changes a weight's gradient by less than the "
-        f"gradient itself. Figures: {', '.join(str(f) for f in files if f.suffix == '.png')}",
+        "gradient itself, or both gradients are zero, as those of dead filters are. "
+        f"Figures: {', '.join(str(f) for f in files if f.suffix == '.png')}",
         style="dim",
     )

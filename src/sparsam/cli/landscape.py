@@ -74,6 +74,7 @@ def measure(
         "run": run.resolve().name,
         "setup": f"{recipe.model.name} on {recipe.data.name}",
         "weights": "best" if best else "last",
+        "epochs": len(RunDirectory(run).metrics()),
     }
     with _telling(run.name) as progress:
         return loss_landscape(
@@ -88,6 +89,12 @@ def measure(
             progress=progress,
             **options,
         )
+
+
+def forget(runs: Sequence[Path], dimensions: int) -> None:
+    """Delete what was computed before."""
+    for run in runs:
+        _file(run, dimensions).unlink(missing_ok=True)
 
 
 def load(run: Path, dimensions: int) -> Landscape:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -176,6 +176,7 @@ def landscape(
     samples: Samples = 10_000,
     seed: Seed = 0,
     best: Best = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Forget what was computed before.")] = False,
     redraw: Redraw = False,
     output: Output = Path("runs/analysis"),
     data_root: DataRoot = None,
@@ -198,7 +199,10 @@ def landscape(
     if redraw:
         check_redraw(context, "dimensions")
         found = [module.load(run, dimensions) for run in runs]
+        tell_outdated(runs, [shown.about for shown in found])
     else:
+        if overwrite:
+            module.forget(runs, dimensions)
         place = find_device(device)
         check_runs(runs, best=best, output=output)
         module.check(directions=directions, checkpoints=checkpoints)
@@ -245,6 +249,7 @@ def _results(
         check_redraw(context)
         results = [read_result(run, name) for run in runs]
         check_shared(runs, results, shared)
+        tell_outdated(runs, results)
         return results
     check_runs(runs, best=best, output=output)
     place, results = find_device(device), []
@@ -266,16 +271,24 @@ def check_redraw(context: typer.Context, *allowed: str) -> None:
         raise ValueError(f"--redraw shows what was measured before, as it was, so leave out {given}")
 
 
+def tell_outdated(runs: Sequence[Path], results: Sequence[Mapping[str, Any]]) -> None:
+    """Say which results are from before a run was continued."""
+    from sparsam.analysis.results import outdated
+
+    for text in filter(None, map(outdated, runs, results)):
+        Console(stderr=True, highlight=False).print(text, style="yellow", markup=False)
+
+
 def measure_missing(runs: list[Path], rho: float, device: Any) -> None:
     """Measure the sharpness of those runs of which it is not known."""
-    from sparsam.analysis.results import read_result
+    from sparsam.analysis.results import outdated, read_result
     from sparsam.analysis.run_sharpness import measure_sharpness
 
     wanted = {"rho": rho, "ascent": 1, "samples_asked": 10_000, "weights": "last"}
     for run in runs:
         if (run / "analysis" / "sharpness.json").is_file():
             known = read_result(run, "sharpness")
-            if {key: known.get(key) for key in wanted} == wanted:
+            if {key: known.get(key) for key in wanted} == wanted and not outdated(run, known):
                 continue
         with told(f"{run.name}: sharpness"):
             measure_sharpness(run, rho=rho, samples=10_000, device=device)

@@ -322,14 +322,16 @@ def read_run(directory: Path) -> Run:
     if not finished:
         return _with_metrics(run)
     run = _with_summary(run, Record.read(directory / "summary.json"))
-    return replace(run, extra={**run.extra, **_sharpness(directory / "analysis" / "sharpness.json")})
+    return replace(run, extra={**run.extra, **_sharpness(directory / "analysis" / "sharpness.json", len(metrics))})
 
 
-def _sharpness(path: Path) -> dict[str, float]:
-    """Return what `sparsam sharpness` has measured of a run, as columns of the table."""
+def _sharpness(path: Path, epochs: int) -> dict[str, float]:
+    """Return what `sparsam sharpness` has measured of a run, as columns of the table; not if that was earlier."""
     if not path.is_file():
         return {}
     measured = Record.read(path)
+    if measured.values.get("epochs", epochs) != epochs:
+        return {}
     rise = f"Loss rise, ρ = {measured.number('rho'):g}"
     best = ", best epoch" if measured.values.get("weights") == "best" else ""
     about = f" ({measured.whole('samples')} images{best})"
