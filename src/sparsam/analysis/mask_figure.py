@@ -21,9 +21,8 @@ def draw_masks(runs: Sequence[tuple[str, list[dict[str, Any]]]], path: Path) -> 
     runs = [(label, [m for m in metrics if m["mask_density"]]) for label, metrics in runs]
     empty = [label for label, metrics in runs if not metrics]
     if empty:
-        raise ValueError(
-            f"a run must have a mask to draw, but {', '.join(empty)} has none: it is not of a kind of SAM, or has no finished epoch"
-        )
+        why = "it is not of a kind of SAM, or has no finished epoch"
+        raise ValueError(f"a run must have a mask to draw, but {', '.join(empty)} has none: {why}")
     figure, axes = new_figure(
         1.2 + 4.2 * len(runs), 5.4, nrows=2, ncols=len(runs), squeeze=False, sharey="row", height_ratios=(2.4, 1)
     )
