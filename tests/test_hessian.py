@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -602,7 +603,9 @@ def test_command_refuses(run, tmp_path):
 
 def test_command_says_that_it_was_stopped(run, tmp_path):
     command = [sys.executable, "-m", "sparsam", "hessian", run, "--device", "cpu", "-o", tmp_path]
-    with subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # which a shell's background jobs do not
+    options = {"stderr": subprocess.PIPE, "text": True, "cwd": ROOT, "preexec_fn": heard}
+    with subprocess.Popen(list(map(str, command)), **options) as process:
         assert "weights" in process.stderr.readline()  # it has begun
         process.send_signal(signal.SIGINT)
         last = process.stderr.read().splitlines()[-1]
