@@ -245,8 +245,9 @@ def test_joined_batches():
     assert sizes(joined(given, 100)) == [11]
     mixed = [*given, (torch.rand(2, 8, 5, 5), torch.rand(2))]
     assert joined(mixed, 6) == mixed
-    words = [(x, ["a word"] * len(x)) for x, _ in given]
-    assert joined(words, 6) == words
+    for other in (["a word"], torch.tensor(1), torch.zeros(99)):
+        unusual = [(x, other) for x, _ in given]
+        assert joined(unusual, 6) == unusual
 
 
 @pytest.mark.parametrize(("memory", "size"), [(24, 5000), (40, 5000), (80, 10_000)])
@@ -846,6 +847,8 @@ def test_the_command_end_to_end(runs, tmp_path):
     before.save(file)
     done = sparsam("landscape", runs / "sgd", *options, "--seed", 7, code=1)
     assert "seed 0, now 7. Delete it to start anew (--overwrite does)" in " ".join(done.stderr.split())
+    sparsam("landscape", runs / "sgd", *options, "--overwrite", "--precision", "fp8", code=1)
+    assert Landscape.load(file).settings["seed"] == 0
     sparsam("landscape", runs / "sgd", *options, "--seed", 7, "--overwrite")
     assert Landscape.load(file).settings["seed"] == 7
     before.save(file)

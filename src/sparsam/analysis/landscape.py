@@ -125,6 +125,7 @@ def loss_landscape(
     precision: str = "fp32",
     batch_size: int | None = None,
     file: str | Path | None = None,
+    overwrite: bool = False,
     save_every: float = 30.0,
     about: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -148,6 +149,7 @@ def loss_landscape(
             images are joined where convolutions are fused, to 5000 or, on a large GPU, 10,000.
         file: An npz file for the finished points. If it is there already, the grid goes on from it, or, with other
             settings or weights, is refused.
+        overwrite: Begin anew whatever the file holds; it does so until points of the new grid are saved.
         save_every: Seconds between two savings.
         about: To be kept with the losses.
         progress: Called with the numbers of finished and of all points. It may raise, to stop.
@@ -190,7 +192,7 @@ def loss_landscape(
         axis = np.linspace(-range, range, points)
         shape = (points,) * dimensions
         new = Landscape(np.full(shape, np.nan), axis, centre, 0, settings, path, explained, kept)
-        old = _unfinished(file, new)
+        old = new if overwrite else _unfinished(file, new)
         values = torch.from_numpy(old.losses.ravel().copy()).to(objective.device)
         grid = _Grid(new, old.finished, values, None if file is None else Path(file), save_every, progress)
         if not old.complete:
@@ -222,11 +224,12 @@ def fused_batch(device: torch.device) -> int:
 
 def joined(batches: Sequence[tuple[Any, Any]], size: int) -> list[tuple[Any, Any]]:
     """Return batches of so many samples, at least as large as the given ones; these, where they cannot be joined."""
-    parts = list(zip(*batches, strict=True))
-    if any(not isinstance(t, Tensor) or t.shape[1:] != some[0].shape[1:] for some in parts for t in some):
+    if not all(isinstance(t, Tensor) and t.dim() for batch in batches for t in batch):
         return list(batches)
-    size = max(size, *map(len, parts[0]))
-    return list(zip(*(torch.split(torch.cat(some), size) for some in parts), strict=True))
+    if any(len(x) != len(y) for x, y in batches) or len({(x.shape[1:], y.shape[1:]) for x, y in batches}) > 1:
+        return list(batches)
+    size = max(size, *(len(x) for x, _ in batches))
+    return list(zip(*(torch.split(torch.cat(parts), size) for parts in zip(*batches, strict=True)), strict=True))
 
 
 def _values(x: Any) -> float:

@@ -91,12 +91,6 @@ def measure(
         )
 
 
-def forget(runs: Sequence[Path], dimensions: int) -> None:
-    """Delete what was computed before."""
-    for run in runs:
-        _file(run, dimensions).unlink(missing_ok=True)
-
-
 def load(run: Path, dimensions: int) -> Landscape:
     """Read what was computed before, be it unfinished."""
     file = _file(run, dimensions)

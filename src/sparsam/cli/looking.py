@@ -201,8 +201,6 @@ def landscape(
         found = [module.load(run, dimensions) for run in runs]
         tell_outdated(runs, [shown.about for shown in found])
     else:
-        if overwrite:
-            module.forget(runs, dimensions)
         place = find_device(device)
         check_runs(runs, best=best, output=output)
         module.check(directions=directions, checkpoints=checkpoints)
@@ -218,6 +216,7 @@ def landscape(
                 samples=samples,
                 seed=seed,
                 best=best,
+                overwrite=overwrite,
                 data_root=data_root,
                 device=place,
             )
