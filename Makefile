@@ -12,7 +12,7 @@ help:  ## list the commands
 
 setup: $(READY)  ## make .venv with everything that development needs
 
-$(READY): pyproject.toml constraints.txt src/sparsam/_version.py
+$(READY): pyproject.toml constraints.txt src/sparsam/__init__.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@

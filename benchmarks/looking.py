@@ -22,7 +22,7 @@ from sparsam.analysis.kernels import kernels
 from sparsam.analysis.landscape import fused_batch, joined
 from sparsam.analysis.objective import Objective
 from sparsam.models import build_model
-from sparsam.timing import Clock
+from sparsam.replay.clock import Clock
 from sparsam.training.environment import processor
 
 

@@ -20,9 +20,9 @@ from torch.nn import functional as F
 
 import sparsam
 from sparsam import SAM, BudgetMask, RandomMask
-from sparsam.graphs import CapturedStep
+from sparsam.cuda_graph import CapturedStep
 from sparsam.models import build_model
-from sparsam.timing import Clock
+from sparsam.replay.clock import Clock
 from sparsam.training.flops import theoretical_flops
 
 CUTS = {  # module names, and what people call what lies behind them

@@ -5,9 +5,8 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import pytest
 import torch
-from hypothesis import settings
-
 from browser import chromium  # noqa: F401, a fixture
+from hypothesis import settings
 
 settings.register_profile("sparsam", deadline=None, derandomize=True, max_examples=100)
 settings.load_profile("sparsam")

@@ -19,9 +19,9 @@ from sparsam.analysis.fusion import fastest
 from sparsam.analysis.hessian import top_eigenvalues
 from sparsam.analysis.landscape import loss_landscape
 from sparsam.analysis.objective import Objective
-from sparsam.graphs import CapturedStep
+from sparsam.cuda_graph import CapturedStep
 from sparsam.models import build_model
-from sparsam.training.rundir import RunDirectory
+from sparsam.runs.directory import RunDirectory
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),

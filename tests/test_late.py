@@ -310,7 +310,9 @@ def test_both_kinds_of_steps_are_timed(monkeypatch, cut, passes, cost, share):
     """A pass takes 1 s, the optimizer's step 0.25 s, perturbing 0.1 s."""
     seconds = {"_perturbing": 0.1, "step": 0.25, "closure": 1.0, "_two_passes": passes}
     monkeypatch.setattr(
-        sparsam.costs.Clock, "time", lambda self, work: next(s for n, s in seconds.items() if n in work.__qualname__)
+        sparsam.replay.costs.Clock,
+        "time",
+        lambda self, work: next(s for n, s in seconds.items() if n in work.__qualname__),
     )
     t = task()
     before = weights(t.model)

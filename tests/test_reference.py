@@ -13,7 +13,7 @@ from cases import Task, task
 from reference import Reference, drop_and_grow, ranked, signs_fisher, split, top_k
 from sparsam import SAM, DynamicMask, FisherMask, Mask, RandomMask, TopKMask
 from sparsam.masks.dynamic import DROP, GROW, START
-from sparsam.masks.selection import random_generator, random_scores
+from sparsam.selection import random_generator, random_scores
 
 STEPS = 50
 BASE = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}

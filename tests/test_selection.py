@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from reference import ranked
 from sparsam.masks.nm import n_of_m
-from sparsam.masks.selection import (
+from sparsam.selection import (
     expand,
     flatten,
     largest,

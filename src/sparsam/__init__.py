@@ -1,7 +1,7 @@
 """Sparse SAM for PyTorch: sharpness-aware minimization that perturbs only some of the weights."""
 
-from sparsam._version import __version__
-from sparsam.cuts import Cut, find_cuts
+__version__ = "0.1.0"
+
 from sparsam.fisher import diagonal_fisher
 from sparsam.masks import (
     BudgetMask,
@@ -14,8 +14,9 @@ from sparsam.masks import (
     RandomMask,
     TopKMask,
 )
-from sparsam.optimizer import SAM
-from sparsam.schedules import ConstantRho, CosineRho, InverseSqrtRho, ProportionalRho
+from sparsam.replay.cuts import Cut, find_cuts
+from sparsam.rho import ConstantRho, CosineRho, InverseSqrtRho, ProportionalRho
+from sparsam.sam import SAM
 
 __all__ = [
     "SAM",

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sparsam.costs import cut_costs, late_costs
-from sparsam.distributed import value_of_rank_zero
+from sparsam.distributed.broadcast import value_of_rank_zero
+from sparsam.errors import UserRuntimeError
 from sparsam.masks import BudgetMask, Mask, StepKind
 from sparsam.masks.budget import step_limit
-from sparsam.modules import parameters_before_by_order
 from sparsam.perturbation import gradient_norm
-from sparsam.recording import Recording
-from sparsam.replay import Replay
+from sparsam.replay.costs import cut_costs, late_costs
+from sparsam.replay.modules import parameters_before_by_order
+from sparsam.replay.recording import Recording
+from sparsam.replay.replay import Replay
 
 
 class BehindCut:
@@ -83,12 +84,12 @@ class BehindCut:
         """
         cut = kind.cut
         if kind.one_pass:
-            raise RuntimeError(
+            raise UserRuntimeError(
                 "this step takes one pass, because only the last of total_steps steps perturb by a gradient, and "
                 "step(closure) knows when: take steps with a closure, or leave total_steps out"
             )
         if isinstance(self.mask, BudgetMask) and self.mask.unmeasured and not kind.everything:
-            raise RuntimeError(
+            raise UserRuntimeError(
                 "a budget is measured in step(closure), but this step has no closure: name a cut, as in "
                 "BudgetMask(model, cut='layer4') (in a recipe mask.cut), to step without one"
             )

@@ -24,6 +24,7 @@ from torch.func import functional_call, grad, vmap
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sparsam.checks import check_choice, check_whole
+from sparsam.errors import UserValueError
 from sparsam.passes import looked_at
 
 METHODS = ("exact", "signs")
@@ -63,7 +64,7 @@ def diagonal_fisher(
     samples = _sample_count(inputs, targets)
     params = [p for p in model.parameters() if p.requires_grad]
     if not params:
-        raise ValueError("model has no parameter that requires a gradient, so it has no Fisher information")
+        raise UserValueError("model has no parameter that requires a gradient, so it has no Fisher information")
 
     chunk = chunk_size or (SIGNS_CHUNK if method == "signs" else 1)
     signs = _random_signs(samples, generator) if method == "signs" else None
@@ -96,7 +97,7 @@ def _signed_gradient(
     outputs = _call(model, x)
     shape = tree_leaves(outputs)[0].shape
     if not shape or shape[0] != len(signs):
-        raise ValueError(
+        raise UserValueError(
             f"method='signs' needs one output row for each sample, but {len(signs)} samples gave an output of shape "
             f"{tuple(shape)}; method='exact' does without"
         )
@@ -143,7 +144,7 @@ def _slice(tree: Any, start: int, stop: int) -> Any:
 def _sample_count(inputs: Any, targets: Any) -> int:
     counts = {len(t) if t.dim() else 0 for t in tree_leaves((inputs, targets)) if isinstance(t, Tensor)}
     if len(counts) != 1 or 0 in counts:
-        raise ValueError(
+        raise UserValueError(
             f"inputs and targets must be tensors with the same, positive number of samples, but have "
             f"{', '.join(map(str, sorted(counts))) or 'none'}"
         )

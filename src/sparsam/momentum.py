@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from sparsam.errors import UserRuntimeError, UserValueError
 from sparsam.perturbation import Saved, perturb
 
 BUFFERS = ("momentum_buffer", "exp_avg")  # of SGD and its like, and of Adam's family
@@ -23,7 +24,7 @@ def check_momentum(base: Optimizer) -> None:
     """Refuse base optimizers without a momentum."""
     for i, group in enumerate(base.param_groups):
         if not group.get("momentum") and not group.get("betas", (0,))[0]:
-            raise ValueError(
+            raise UserValueError(
                 f"momentum_rho needs a base optimizer with momentum, such as SGD with momentum=0.9 or AdamW, but "
                 f"{type(base).__name__} has none in parameter group {i}"
             )
@@ -47,7 +48,7 @@ def perturb_along_momentum(
     trained = [p for p in params if p.requires_grad and state.get(p)]
     moving = {p: state[p][name] for p in trained for name in BUFFERS if isinstance(state[p].get(name), Tensor)}
     if trained and not moving:
-        raise RuntimeError(
+        raise UserRuntimeError(
             f"momentum_rho finds no momentum in the base optimizer's state, which has {', '.join(state[trained[0]])}: "
             f"it must be called {' or '.join(BUFFERS)}"
         )

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from sparsam.interception import is_compiled
+from sparsam.errors import warn
 from sparsam.perturbation import restore, save
 from sparsam.randomness import RandomState, random_numbers_apart, random_state, set_random_state
-from sparsam.warning import warn
+from sparsam.replay.calls import is_compiled
 
 STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 

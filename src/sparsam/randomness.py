@@ -1,10 +1,11 @@
-"""The states of torch's random number generators."""
+"""Random numbers: the states of torch's generators, and generators of one's own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,3 +50,9 @@ def random_numbers_apart(devices: Iterable[torch.device], seed: int | None = Non
         yield
     finally:
         set_random_state(states)
+
+
+def random_generator(*seed: int, device: torch.device | str = "cpu") -> torch.Generator:
+    """Return a generator that depends on the given numbers alone (a seed, a step, a purpose)."""
+    mixed = np.random.SeedSequence(seed).generate_state(1, np.uint64)
+    return torch.Generator(device).manual_seed(int(mixed[0] >> np.uint64(1)))

@@ -23,13 +23,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from sparsam._version import __version__
+from sparsam import __version__
 from sparsam.analysis.problems import Problem, build_problem
 from sparsam.checks import check_choice, check_number, check_share, check_whole
 from sparsam.masks import DynamicMask, Mask, RandomMask
-from sparsam.masks.selection import random_generator
-from sparsam.optimizer import SAM
-from sparsam.schedules import InverseSqrtRho
+from sparsam.randomness import random_generator
+from sparsam.rho import InverseSqrtRho
+from sparsam.sam import SAM
 
 Numbers = NDArray[np.float64]
 

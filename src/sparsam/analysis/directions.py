@@ -28,10 +28,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from sparsam.errors import UserValueError
 from sparsam.masks.norm import NORMALISATION
-from sparsam.masks.selection import random_generator
 from sparsam.perturbation import restore, save
-from sparsam.training.checkpoint import CheckpointError, load_checkpoint
+from sparsam.randomness import random_generator
+from sparsam.runs.checkpoint import CheckpointError, load_checkpoint
 
 Direction = list[Tensor]
 Checkpoint = str | Path | Mapping[str, Tensor]
@@ -47,7 +48,7 @@ def random_directions(model: nn.Module, count: int, seed: int = 0) -> list[Direc
     """
     still = _without_filters(model)
     if all(name in still for name, p in model.named_parameters() if p.requires_grad):
-        raise ValueError(
+        raise UserValueError(
             "model must have a trainable weight with filters (two dimensions or more) for random directions, but all "
             "of its trainable parameters are biases or belong to normalisation layers"
         )
@@ -105,7 +106,7 @@ def principal_directions(model: nn.Module, checkpoints: Sequence[Checkpoint], co
     squares, vectors = (t.flip(-1) for t in torch.linalg.eigh(rows @ rows.T))
     rank = int((squares > RESOLUTION**2 * squares[0].clamp(min=torch.finfo(squares.dtype).tiny)).sum())
     if rank < count:
-        raise ValueError(
+        raise UserValueError(
             f"checkpoints must differ from the model's weights in {count} independent directions or more for {count} "
             f"principal ones, but the {len(checkpoints)} given differ in {rank}"
         )
@@ -178,11 +179,11 @@ def _displacement(named: Sequence[tuple[str, Tensor]], checkpoint: Checkpoint, a
         saved = weights.get(name)
         if not isinstance(saved, Tensor) or saved.shape != p.shape:
             given = f"one of shape {tuple(saved.shape)}" if isinstance(saved, Tensor) else "none"
-            raise ValueError(f"{label} must have a tensor {name!r} of shape {tuple(p.shape)}, but has {given}")
+            raise UserValueError(f"{label} must have a tensor {name!r} of shape {tuple(p.shape)}, but has {given}")
         pieces.append((saved.detach().to("cpu", torch.float64) - p.detach().to("cpu", torch.float64)).flatten())
     displacement = torch.cat(pieces)
     if not displacement.isfinite().all():
-        raise ValueError(f"{label} must hold finite weights, but has NaN or infinite ones")
+        raise UserValueError(f"{label} must hold finite weights, but has NaN or infinite ones")
     return displacement
 
 

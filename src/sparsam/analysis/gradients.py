@@ -18,8 +18,9 @@ from torch import Tensor
 from sparsam.analysis.objective import Objective, check_objective
 from sparsam.analysis.sharpness import checked_mask
 from sparsam.checks import check_rho, check_whole
-from sparsam.masks.selection import Selection
+from sparsam.errors import UserValueError
 from sparsam.perturbation import perturb, restore
+from sparsam.selection import Selection
 
 LOW, HIGH = -12.0, 8.0  # beyond, a weight is counted in the outermost bin
 
@@ -75,7 +76,7 @@ def gradient_difference(
     # "" is all weights; a parameter of the model itself is a layer of its own.
     names = {p: name.rpartition(".")[0] or name for name, p in objective.model.named_parameters()}
     if rows[:, 0].any():
-        raise ValueError("gradients must be finite, but some are not: is the loss finite at the model's weights?")
+        raise UserValueError("gradients must be finite, but some are not: is the loss finite at the model's weights?")
     sums = {"": rows.sum(0)}
     for p, row in zip(params, rows, strict=True):
         sums[names[p]] = sums[names[p]] + row if names[p] in sums else row

@@ -23,7 +23,9 @@ from sparsam.analysis.kernels import kernels
 from sparsam.analysis.lanczos import Array, lanczos, largest, quadrature
 from sparsam.analysis.objective import Objective, check_objective
 from sparsam.checks import check_choice, check_number, check_whole
-from sparsam.masks.selection import flatten, random_generator, unflatten
+from sparsam.errors import UserValueError
+from sparsam.randomness import random_generator
+from sparsam.selection import flatten, unflatten
 
 Progress = Callable[[int, int, float], object]
 """Called after each product: products so far, products at most, seconds left at most."""
@@ -234,7 +236,7 @@ def spectral_density(
     check_choice("precision", precision, tuple(TOLERANCES))
     k, beside = (len(known.values), known.vectors) if known else (0, None)
     if beside is not None and beside.shape[1] != n:
-        raise ValueError(f"known must be of the same objective, of {n:,} weights, but is of {beside.shape[1]:,}")
+        raise UserValueError(f"known must be of the same objective, of {n:,} weights, but is of {beside.shape[1]:,}")
     steps = density_steps(objective, steps, k=k, memory_limit=memory_limit)
     clock, shape = _Clock(probes * steps, progress), (probes, k + steps)
     nodes, weights = np.zeros(shape), np.zeros(shape)  # 0 is the weight of what is missing where a space ends early
@@ -257,12 +259,12 @@ def search_vectors(objective: Objective, k: int, *, products: int, memory_limit:
     n = weights_of(objective)
     check_whole("k", k)
     if k > n:
-        raise ValueError(f"k must be at most the number of trainable weights, {n}, but is {k}")
+        raise UserValueError(f"k must be at most the number of trainable weights, {n}, but is {k}")
     check_whole("products", products, least=2 * k, allowed="a whole number >= 2 k = {least}")
     wanted, held = min(n, products - k, 4 * k + 20), _vectors_in(memory_limit, objective) - k
     least = min(wanted, 2 * k + 2)  # with fewer, a restart would keep nearly all of them
     if held < least:
-        raise ValueError(
+        raise UserValueError(
             f"memory_limit must hold {least} vectors for k={k} eigenvalues of {n:,} weights and {k + WORKING} to work "
             f"with, {_gib(objective, least + k)}, but is {memory_limit:g} GiB: raise it, or lower k"
         )
@@ -276,7 +278,7 @@ def density_steps(objective: Objective, steps: int, *, k: int = 0, memory_limit:
     steps = min(steps, n - k)
     if held < steps:
         remedy = f"raise it, or take at most {held} steps" if held > 0 else "raise it"
-        raise ValueError(
+        raise UserValueError(
             f"memory_limit must hold {steps} vectors of {n:,} weights for as many steps and {2 * k + WORKING} to work "
             f"with, {_gib(objective, steps + 2 * k)}, but is {memory_limit:g} GiB: {remedy}"
         )
@@ -315,7 +317,7 @@ class _Clock:
 def _check_loss(objective: Objective) -> None:
     loss = objective.loss().item()
     if not math.isfinite(loss):
-        raise ValueError(f"the loss over the data must be finite to have a curvature, but is {loss}")
+        raise UserValueError(f"the loss over the data must be finite to have a curvature, but is {loss}")
 
 
 def _product(objective: Objective, precision: str) -> Callable[[Tensor], Tensor]:
@@ -341,7 +343,7 @@ def _dtype(objective: Objective) -> torch.dtype:
     dtypes = {p.dtype for p in objective.params}
     wrong = dtypes - {torch.float32, torch.float64}
     if wrong:
-        raise ValueError(
+        raise UserValueError(
             f"the weights must be float32 or float64 to have a Hessian worth the name, but some are "
             f"{wrong.pop()}: look at model.float()"
         )

@@ -22,6 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sparsam.errors import UserValueError
+
 Product = Callable[[Tensor], Tensor]
 """v -> A v for symmetric A, on flat vectors: a new tensor, which is written into."""
 
@@ -69,7 +71,7 @@ class Krylov:
         self._orthogonalise(w, j + 1)
         alpha_, beta = torch.stack((alpha, _norm(w))).tolist()  # the one wait
         if not np.isfinite(alpha_ + beta):
-            raise ValueError(f"the product must be finite, but holds NaN or infinity in step {j + 1}")
+            raise UserValueError(f"the product must be finite, but holds NaN or infinity in step {j + 1}")
         self.projected[j, j] = alpha_
         self.size, self._next, self._length = j + 1, w, beta
         self._scale = max(self._scale, abs(alpha_) + beta)

@@ -31,6 +31,7 @@ from sparsam.analysis.directions import Checkpoint, Direction, Plane, principal_
 from sparsam.analysis.fusion import fastest
 from sparsam.analysis.objective import Objective
 from sparsam.checks import check_choice, check_number, check_whole
+from sparsam.errors import UserValueError
 
 PRECISIONS = ("fp32", "bf16")
 BATCH = 1000
@@ -101,14 +102,14 @@ class Landscape:
     def load(cls, file: str | Path) -> Landscape:
         """Read what :meth:`save` wrote."""
         if not Path(file).is_file():
-            raise ValueError(f"there is no landscape at {file}")
+            raise UserValueError(f"there is no landscape at {file}")
         try:
             with Path(file).open("rb") as stream, np.load(stream) as saved:
                 arrays = {key: saved[key] for key in ("losses", "axis", "path")}
                 words = json.loads(str(saved["words"]))
                 return cls(centre=float(saved["centre"]), finished=int(saved["finished"]), **arrays, **words)
         except Exception as error:  # whatever numpy, zip and JSON say of a damaged file
-            raise ValueError(f"{file} cannot be read as a landscape: {error}") from error
+            raise UserValueError(f"{file} cannot be read as a landscape: {error}") from error
 
 
 def loss_landscape(
@@ -173,7 +174,9 @@ def loss_landscape(
             objective = Objective(model, loss_fn, batches)
         centre = objective.loss(forward).item()
         if not math.isfinite(centre):
-            raise ValueError(f"the loss at the model's own weights must be finite, but is {centre}: {_blame(model)}")
+            raise UserValueError(
+                f"the loss at the model's own weights must be finite, but is {centre}: {_blame(model)}"
+            )
         chosen, path, explained = _directions(model, dimensions, directions, checkpoints, seed)
         settings = {
             "dimensions": dimensions,
@@ -287,7 +290,7 @@ def _unfinished(file: str | Path | None, new: Landscape) -> Landscape:
     if not differences and not math.isclose(old.centre, new.centre, rel_tol=AGREEMENT[new.settings["precision"]]):
         differences = [f"loss at the centre {old.centre:g}, now {new.centre:g} (other data, or another loss function)"]
     if differences:
-        raise ValueError(
+        raise UserValueError(
             f"{file} holds a landscape of other settings, which does not mix with this one: {'; '.join(differences)}. "
             f"Delete it to start anew (--overwrite does)"
         )
@@ -310,7 +313,9 @@ def _directions(
     params = [p for p in model.parameters() if p.requires_grad]
     shapes = [[tuple(t.shape) for t in d] for d in directions]
     if any(shape != [tuple(p.shape) for p in params] for shape in shapes):
-        raise ValueError("directions must have one tensor of its shape for each trainable parameter, but have others")
+        raise UserValueError(
+            "directions must have one tensor of its shape for each trainable parameter, but have others"
+        )
     return [[torch.empty_like(p).copy_(t) for p, t in zip(params, d, strict=True)] for d in directions], nowhere, []
 
 
@@ -324,7 +329,7 @@ def _check(
     precision: object,
 ) -> None:
     if isinstance(dimensions, bool) or not isinstance(dimensions, Integral) or dimensions not in (1, 2):
-        raise ValueError(f"dimensions must be 1 or 2, but is {dimensions!r}")
+        raise UserValueError(f"dimensions must be 1 or 2, but is {dimensions!r}")
     check_whole("points", points, least=2)
     check_number("range", range, "a finite number > 0", lambda value: 0 < value < math.inf)
     check_whole("seed", seed, least=0)
@@ -332,10 +337,10 @@ def _check(
     if isinstance(directions, str):
         check_choice("directions", directions, ("random", "pca"))
     elif len(directions) != dimensions:
-        raise ValueError(f"directions must be {dimensions} for dimensions={dimensions}, but are {len(directions)}")
+        raise UserValueError(f"directions must be {dimensions} for dimensions={dimensions}, but are {len(directions)}")
     if (directions == "pca") != bool(checkpoints):
         given = "there are none" if directions == "pca" else f"directions is {directions!r}"
-        raise ValueError(f'checkpoints must be given for directions="pca", and only then, but {given}')
+        raise UserValueError(f'checkpoints must be given for directions="pca", and only then, but {given}')
 
 
 def _blame(model: nn.Module) -> str:

@@ -17,10 +17,11 @@ from torch.utils._pytree import tree_map_only
 
 from sparsam.analysis.kernels import twice_differentiable
 from sparsam.analysis.products import HessianProduct
-from sparsam.autograd_graph import tensors_in
 from sparsam.checks import check_whole
+from sparsam.errors import UserTypeError, UserValueError
 from sparsam.passes import looked_at
 from sparsam.randomness import random_numbers_apart
+from sparsam.replay.autograd_graph import tensors_in
 
 
 class Objective:
@@ -62,7 +63,7 @@ class Objective:
                     self.sizes.append(size)
         self.count = sum(self.sizes)
         if not self.count:
-            raise ValueError("data must hold at least one sample, but is empty")
+            raise UserValueError("data must hold at least one sample, but is empty")
         self.product = HessianProduct(model, self._loss, self.params)
 
     def parts(self) -> Iterator[Objective]:
@@ -108,7 +109,7 @@ class Objective:
         before = [t._version for t in tensors_in(x) if not t.is_inference()]
         loss = self.loss_fn((forward or self.model)(x), y)
         if before != [t._version for t in tensors_in(x) if not t.is_inference()]:
-            raise ValueError(
+            raise UserValueError(
                 "model must leave its inputs as they are, but has written into them, so that each look would differ: "
                 "let it clone them, or begin with inplace=False"
             )
@@ -119,29 +120,29 @@ def check_objective(objective: object) -> None:
     """Refuse a bare model: what is looked at needs a loss and data too."""
     if not isinstance(objective, Objective):
         given = type(objective).__name__
-        raise TypeError(f"objective must be an Objective(model, loss_fn, data), but is a {given}")
+        raise UserTypeError(f"objective must be an Objective(model, loss_fn, data), but is a {given}")
 
 
 def _check(model: nn.Module, params: Sequence[Tensor]) -> None:
     if not params:
-        raise ValueError("model must have a parameter that requires a gradient, but all are frozen")
+        raise UserValueError("model must have a parameter that requires a gradient, but all are frozen")
     devices = {p.device for p in model.parameters()}
     if len(devices) > 1:
-        raise ValueError(f"model must be on one device, but is on {', '.join(sorted(map(str, devices)))}")
+        raise UserValueError(f"model must be on one device, but is on {', '.join(sorted(map(str, devices)))}")
     if any(p.is_complex() for p in params):
-        raise ValueError("model must have real weights, but some are complex")
+        raise UserValueError("model must have real weights, but some are complex")
     embeddings = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     writing = [name for name, m in embeddings if m.max_norm is not None]
     if writing:
-        raise ValueError(f"model must not change its weights when it is run, but {writing[0]!r} has a max_norm")
+        raise UserValueError(f"model must not change its weights when it is run, but {writing[0]!r} has a max_norm")
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         given = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
-        raise TypeError(f"data must be a pair of tensors or batches of (inputs, targets), but holds a {given}")
+        raise UserTypeError(f"data must be a pair of tensors or batches of (inputs, targets), but holds a {given}")
     if not any(t.dim() for t in tensors_in(batch[0])):
-        raise TypeError(f"the inputs of a batch must hold a tensor of samples, but are {type(batch[0]).__name__}")
+        raise UserTypeError(f"the inputs of a batch must hold a tensor of samples, but are {type(batch[0]).__name__}")
     return batch[0], batch[1]
 
 
@@ -155,10 +156,12 @@ def _batches(data: Any, batch_size: int) -> Iterable[Any]:
     if is_pair(data):
         x, y = data
         if len(x) != len(y):
-            raise ValueError(f"data must have a target for each input, but has {len(x)} inputs and {len(y)} targets")
+            raise UserValueError(
+                f"data must have a target for each input, but has {len(x)} inputs and {len(y)} targets"
+            )
         return list(zip(torch.split(x, batch_size), torch.split(y, batch_size), strict=True))
     if isinstance(data, Tensor) or not isinstance(data, Iterable):
-        raise TypeError(
+        raise UserTypeError(
             f"data must be a pair of tensors or batches of (inputs, targets), but is a {type(data).__name__}"
         )
     return data

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsam.checks import check_choice
-from sparsam.masks.selection import random_generator
+from sparsam.randomness import random_generator
 
 
 @dataclass(frozen=True)

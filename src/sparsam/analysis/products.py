@@ -24,8 +24,7 @@ from torch.autograd import forward_ad
 
 from sparsam.analysis.fusion import traced_and_folded
 from sparsam.analysis.kernels import kernels
-from sparsam.masks.selection import random_generator
-from sparsam.randomness import random_numbers_apart
+from sparsam.randomness import random_generator, random_numbers_apart
 
 # ‖difference‖ / ‖H v‖ of the two forms by rounding, at most: of one model, and where BatchNorm is folded, so that some
 # activations come to lie on the other side of a ReLU's kink, which in float32 changes H v by about 1e-3.

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from sparsam._version import __version__
-from sparsam.training.rundir import RunDirectory, replace_file
+from sparsam import __version__
+from sparsam.errors import UserValueError
+from sparsam.runs.directory import RunDirectory, replace_file
 
 
 def write_result(run: str | Path, name: str, values: dict[str, Any]) -> Path:
@@ -42,7 +43,7 @@ def check_shared(runs: Sequence[Path], results: Sequence[Mapping[str, Any]], key
         for key in keys:
             here, there = (r.get(f"{key}_asked", r.get(key)) for r in (result, results[0]))
             if here != there:
-                raise ValueError(
+                raise UserValueError(
                     f"runs must have the same settings to stand side by side, but {key} is {there} for {runs[0]} and "
                     f"{here} for {run}"
                 )
@@ -52,11 +53,11 @@ def read_result(run: str | Path, name: str) -> dict[str, Any]:
     """Read what :func:`write_result` wrote; an error says which command makes it."""
     path = Path(run) / "analysis" / f"{name}.json"
     if not path.is_file():
-        raise ValueError(f"there is no {path}; make it with: sparsam {name} {run}")
+        raise UserValueError(f"there is no {path}; make it with: sparsam {name} {run}")
     try:
         values: dict[str, Any] = json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path} cannot be read: {error}; make it anew with: sparsam {name} {run}") from error
+        raise UserValueError(f"{path} cannot be read: {error}; make it anew with: sparsam {name} {run}") from error
     return values
 
 

@@ -11,10 +11,11 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset
 
 from sparsam.analysis.objective import Objective
-from sparsam.masks.selection import Selection, random_generator
+from sparsam.randomness import random_generator
+from sparsam.runs.checkpoint import load_checkpoint
+from sparsam.runs.directory import RunDirectory
+from sparsam.selection import Selection
 from sparsam.training.build import build_loader, build_network
-from sparsam.training.checkpoint import load_checkpoint
-from sparsam.training.rundir import RunDirectory
 
 
 def load_objective(

@@ -21,8 +21,10 @@ from torch import Tensor
 
 from sparsam.analysis.objective import Objective, check_objective
 from sparsam.checks import check_rho, check_whole
-from sparsam.masks.selection import Selection, random_generator
+from sparsam.errors import UserValueError
 from sparsam.perturbation import Saved, perturb, restore, save
+from sparsam.randomness import random_generator
+from sparsam.selection import Selection
 
 
 @torch.no_grad()
@@ -99,7 +101,7 @@ def checked_mask(mask: Selection | None, params: Sequence[Tensor]) -> Selection:
     """Return a mask for all parameters; refuse one of another length."""
     mask = [True] * len(params) if mask is None else mask
     if len(mask) != len(params):
-        raise ValueError(f"mask must have an entry for each of {len(params)} parameters, but has {len(mask)}")
+        raise UserValueError(f"mask must have an entry for each of {len(params)} parameters, but has {len(mask)}")
     return mask
 
 
@@ -115,5 +117,5 @@ def _at(saved: list[Saved]) -> Iterator[None]:
 def _finite(objective: Objective) -> Tensor:
     loss = objective.loss()
     if not torch.isfinite(loss):
-        raise ValueError(f"the loss at the model's own weights must be finite, but is {loss.item()}")
+        raise UserValueError(f"the loss at the model's own weights must be finite, but is {loss.item()}")
     return loss

@@ -10,24 +10,19 @@ import rich
 import typer
 from rich.console import Console
 
-from sparsam._version import __version__
+from sparsam import __version__
 from sparsam.cli import doctor as doctor_module
 from sparsam.cli.convergence import convergence
 from sparsam.cli.looking import COMMANDS, Device, find_device, measure_missing
 from sparsam.cli.table import show_table
-from sparsam.data.cifar import CifarError
-from sparsam.data.image_folder import ImageFolderError
-from sparsam.report import ReportError, collect, summary_table, write_report
-from sparsam.training.checkpoint import CheckpointError
+from sparsam.errors import UserError, UserValueError
+from sparsam.report import collect, summary_table, write_report
 
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-EXPECTED = (ValueError, CifarError, ImageFolderError, ReportError, CheckpointError, ImportError)
-"""Errors whose message is meant for the user, without a traceback."""
 
 Set = Annotated[
     list[str] | None,
@@ -78,10 +73,10 @@ def train(
     from sparsam.training.progress import suitable_progress
 
     if (recipe is None) == (resume is None):
-        raise ValueError("train needs either a recipe or --resume DIR")
+        raise UserValueError("train needs either a recipe or --resume DIR")
     if resume is not None:
         if settings or output or model:
-            raise ValueError("--resume continues a run as it was: --set, --model and --output do not go with it")
+            raise UserValueError("--resume continues a run as it was: --set, --model and --output do not go with it")
         path = resume
         if (path / "summary.json").is_file():
             rich.print(f"{path} is finished already")
@@ -258,5 +253,5 @@ def run() -> None:
         app()
     except Interrupted as stop:
         sys.exit(f"{stop}")
-    except EXPECTED as error:
+    except UserError as error:
         sys.exit(f"error: {error}")

@@ -11,6 +11,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from sparsam.errors import UserValueError
+
 SPARSITIES = (0.5, 0.8, 0.95)
 NAME = "convergence"
 
@@ -42,9 +44,9 @@ def convergence(
     sparsam convergence --redraw
     ```
     """
-    from sparsam.analysis.convergence_figure import draw
     from sparsam.cli.looking import check_redraw
-    from sparsam.extras import need
+    from sparsam.errors import need
+    from sparsam.report.convergence_figure import draw
 
     need("matplotlib", "figures", extra="analysis")  # not only after the runs
     if redraw:
@@ -60,7 +62,7 @@ def measure(output: Path, problems: list[str] | None, sparsities: list[float] | 
     """Run everything and keep the numbers in OUTPUT/convergence.json."""
     from sparsam.analysis.convergence import measure_all
     from sparsam.analysis.problems import PROBLEMS
-    from sparsam.training.rundir import replace_file
+    from sparsam.runs.directory import replace_file
 
     console = Console(stderr=True)
     with console.status("Running ...") as status:
@@ -74,7 +76,7 @@ def load(output: Path) -> dict[str, Any]:
     """Read what :func:`measure` kept."""
     path = output / f"{NAME}.json"
     if not path.is_file():
-        raise ValueError(f"there is no {path} to redraw; make it with: sparsam convergence -o {output}")
+        raise UserValueError(f"there is no {path} to redraw; make it with: sparsam convergence -o {output}")
     result: dict[str, Any] = json.loads(path.read_text())
     return result
 

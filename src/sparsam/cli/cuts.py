@@ -11,11 +11,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from sparsam.costs import cut_costs
-from sparsam.cuts import PASSES, WARM_UP, Cut
+from sparsam.errors import UserValueError
 from sparsam.masks import BudgetMask
 from sparsam.masks.budget import choose_cut, step_limit
-from sparsam.optimizer import SAM
+from sparsam.replay.costs import cut_costs
+from sparsam.replay.cuts import PASSES, WARM_UP, Cut
+from sparsam.sam import SAM
 from sparsam.training import Recipe, load_recipe, recipe_from
 from sparsam.training.build import build_base, build_loss, build_network
 from sparsam.training.environment import processor
@@ -95,7 +96,7 @@ def measure(recipe: Recipe, images: Images, device: torch.device, budget: float 
             limit=None if budget is None or recipe.mask.late else step_limit(budget, recipe.mask.full),
         )
     except RuntimeError as error:  # what torch says of images too small for a network, and of too little memory
-        raise ValueError(f"{recipe.model.name} could not take {_batch(recipe, images)}: {error}") from error
+        raise UserValueError(f"{recipe.model.name} could not take {_batch(recipe, images)}: {error}") from error
 
 
 def show(
@@ -103,7 +104,7 @@ def show(
 ) -> None:
     """Print the cuts, how they were measured and how to use them; where none fits the budget, raise at the end."""
     if not costs:
-        raise ValueError(f"{recipe.model.name} has no cut: nothing of a step could be left out")
+        raise UserValueError(f"{recipe.model.name} has no cut: nothing of a step could be left out")
     mask, chosen, refusal = recipe.mask, None, None
     if budget is not None and not mask.late:  # which buys steps, not a cut
         try:

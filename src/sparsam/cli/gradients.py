@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from sparsam.analysis import gradient_difference
-from sparsam.analysis.gradient_figure import draw_layers, draw_runs
 from sparsam.analysis.results import write_result
 from sparsam.analysis.runs import load_objective
 from sparsam.cli.names import names_of
+from sparsam.report.gradient_figure import draw_layers, draw_runs
 
 SHARED = ("rho", "samples", "batches", "weights")  # of results that stand side by side
 

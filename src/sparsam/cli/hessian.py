@@ -17,9 +17,10 @@ from rich.text import Text
 from sparsam.analysis import hessian
 from sparsam.analysis.results import write_result
 from sparsam.analysis.runs import load_objective
-from sparsam.analysis.spectrum_figure import draw_spectra
 from sparsam.cli.names import names_of
-from sparsam.training.rundir import RunDirectory
+from sparsam.errors import UserValueError
+from sparsam.report.spectrum_figure import draw_spectra
+from sparsam.runs.directory import RunDirectory
 
 NONE = "–"
 SHARED = ("samples", "weights")  # of results that stand side by side
@@ -46,7 +47,7 @@ def measure(
     try:
         used = hessian.memory_needed(objective, k=top, products=products, steps=steps, memory_limit=memory)
     except ValueError as error:
-        raise ValueError(f"{error} (k is --top, memory_limit is --memory)") from error
+        raise UserValueError(f"{error} (k is --top, memory_limit is --memory)") from error
     Console(stderr=True, highlight=False).print(
         f"{run.name}: {hessian.weights_of(objective):,} weights, {objective.count:,} images; at most {products} "
         f"products for eigenvalues and {probes} × {steps} for the density; {used / hessian.GIB:.2g} GiB for vectors",

@@ -17,13 +17,14 @@ from rich.table import Table
 from rich.text import Text
 
 from sparsam.analysis.landscape import Landscape, loss_landscape
-from sparsam.analysis.landscape_figure import draw_figures
-from sparsam.analysis.landscape_page import write_page
 from sparsam.analysis.results import check_shared
 from sparsam.analysis.runs import load_objective
 from sparsam.cli.names import names_of
-from sparsam.training.checkpoint import CheckpointError
-from sparsam.training.rundir import RunDirectory
+from sparsam.errors import UserValueError
+from sparsam.report.landscape_figure import draw_figures
+from sparsam.report.landscape_page import write_page
+from sparsam.runs.checkpoint import CheckpointError
+from sparsam.runs.directory import RunDirectory
 from sparsam.training.trainer import Interrupted, stopping_on_signals
 
 NAMES = {1: "landscape-line", 2: "landscape"}  # lines and planes lie beside each other
@@ -35,7 +36,7 @@ def check(*, directions: str, checkpoints: Sequence[Path]) -> None:
     """Refuse what would fail after some of the runs are done."""
     if bool(checkpoints) != (directions == "pca"):
         given = f"--directions is {directions}" if checkpoints else "there is none"
-        raise ValueError(f"--checkpoint must be given for --directions pca, and only then, but {given}")
+        raise UserValueError(f"--checkpoint must be given for --directions pca, and only then, but {given}")
     for file in checkpoints:
         if not file.is_file():
             raise CheckpointError(f"there is no checkpoint at {file}")
@@ -95,7 +96,7 @@ def load(run: Path, dimensions: int) -> Landscape:
     """Read what was computed before, be it unfinished."""
     file = _file(run, dimensions)
     if not file.is_file():
-        raise ValueError(f"there is no {file}; make it with: sparsam landscape {run} --dimensions {dimensions}")
+        raise UserValueError(f"there is no {file}; make it with: sparsam landscape {run} --dimensions {dimensions}")
     return Landscape.load(file)
 
 

@@ -11,6 +11,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from sparsam.errors import UserValueError
+
 Runs = Annotated[list[Path], typer.Argument(help="Directories of runs.")]
 Samples = Annotated[int, typer.Option(min=1, help="Training images to look at, the same for all runs.")]
 Best = Annotated[bool, typer.Option("--best", help="The best epoch's weights in place of the last.")]
@@ -101,9 +103,9 @@ def masks(runs: Runs, output: Output = Path("runs/analysis")) -> None:
     sparsam masks runs/demo/*-ssam-*-seed0
     ```
     """
-    from sparsam.analysis.mask_figure import draw_masks
     from sparsam.cli.names import names_of
-    from sparsam.training.rundir import RunDirectory
+    from sparsam.report.mask_figure import draw_masks
+    from sparsam.runs.directory import RunDirectory
 
     for run in runs:
         RunDirectory(run).recipe()  # or it says that this is no run
@@ -267,7 +269,7 @@ def check_redraw(context: typer.Context, *allowed: str) -> None:
     chosen = [name for name in named if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
     if chosen:
         given = ", ".join(f"--{name.replace('_', '-')}" for name in chosen)
-        raise ValueError(f"--redraw shows what was measured before, as it was, so leave out {given}")
+        raise UserValueError(f"--redraw shows what was measured before, as it was, so leave out {given}")
 
 
 def tell_outdated(runs: Sequence[Path], results: Sequence[Mapping[str, Any]]) -> None:
@@ -295,14 +297,14 @@ def measure_missing(runs: list[Path], rho: float, device: Any) -> None:
 
 def check_runs(runs: list[Path], *, best: bool, output: Path | None = None) -> None:
     """Refuse what would fail after some of the runs are done."""
-    from sparsam.extras import need
-    from sparsam.training.checkpoint import CheckpointError
-    from sparsam.training.rundir import RunDirectory
+    from sparsam.errors import need
+    from sparsam.runs.checkpoint import CheckpointError
+    from sparsam.runs.directory import RunDirectory
 
     if output is not None:
         need("matplotlib", "figures", extra="analysis")
         if output.exists() and not output.is_dir():
-            raise ValueError(f"--output must be a folder for figures, but {output} is a file")
+            raise UserValueError(f"--output must be a folder for figures, but {output} is a file")
     for run in runs:
         directory = RunDirectory(run)
         directory.recipe()
@@ -328,7 +330,7 @@ def find_device(name: str | None) -> Any:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(
+        raise UserValueError(
             f"--device must be a device that is there, such as cpu or cuda, but {name!r} is not: {error}"
         ) from error
     return device

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from sparsam.data.images import ImageData, Images
+from sparsam.errors import UserError
 
 
 class Layout(NamedTuple):
@@ -54,7 +55,7 @@ LAYOUTS = {
 TRAIN, TEST, PIXELS = 50_000, 10_000, 3 * 32 * 32
 
 
-class CifarError(Exception):
+class CifarError(UserError):
     """A CIFAR folder that is missing, damaged or something else; the message says which file and what to do."""
 
 

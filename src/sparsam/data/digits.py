@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from sparsam.data.images import ImageData, Images
-from sparsam.extras import need
-from sparsam.masks.selection import random_generator
+from sparsam.errors import need
+from sparsam.randomness import random_generator
 
 TEST = 597  # leaves 1,200 to train on
 SPLIT_SEED = 0  # the same split for every run

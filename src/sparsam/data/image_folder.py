@@ -30,8 +30,8 @@ from sparsam.checks import check_whole
 from sparsam.data.augment import normalise
 from sparsam.data.images import validation_split
 from sparsam.data.loaders import AUGMENT, ORDER, Batch
-from sparsam.extras import need
-from sparsam.masks.selection import random_generator
+from sparsam.errors import UserError, UserValueError, need
+from sparsam.randomness import random_generator
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp"})
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
@@ -42,7 +42,7 @@ IN_A_ROW = 100  # so many images that cannot be decoded are no accident
 Pixels = Any  # a Pillow image; Pillow is imported only where image folders are used
 
 
-class ImageFolderError(Exception):
+class ImageFolderError(UserError):
     """An image folder that cannot be used; the message says which file or folder and what to do."""
 
 
@@ -181,7 +181,7 @@ class FolderLoader:
         check_whole("data.image_size", image_size)
         check_whole("data.workers", workers, least=0)
         if resize < image_size:
-            raise ValueError(f"data.resize must be at least data.image_size, {image_size}, but is {resize}")
+            raise UserValueError(f"data.resize must be at least data.image_size, {image_size}, but is {resize}")
         data = load_image_folder(root)
         if validation:
             data = data.with_validation(validation, validation_seed)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sparsam.masks.selection import random_generator
+from sparsam.errors import UserValueError
+from sparsam.randomness import random_generator
 
 SPLIT = 2  # tells these random numbers from those of the loaders
 
@@ -59,6 +60,6 @@ class ImageData:
 def validation_split(total: int, count: int, seed: int, name: str) -> tuple[Tensor, Tensor]:
     """Return the indices of `count` of `total` images, drawn at random, and those of the rest, both in order."""
     if not 0 < count < total:
-        raise ValueError(f"data.validation must be between 1 and {total - 1} for {name}, but is {count}")
+        raise UserValueError(f"data.validation must be between 1 and {total - 1} for {name}, but is {count}")
     order = torch.randperm(total, generator=random_generator(seed, SPLIT))
     return order[:count].sort().values, order[count:].sort().values

@@ -13,7 +13,8 @@ from torch.utils.data import Dataset
 
 from sparsam.data.augment import Augmentation, normalise
 from sparsam.data.images import ImageData
-from sparsam.masks.selection import random_generator
+from sparsam.errors import UserValueError
+from sparsam.randomness import random_generator
 
 ORDER, AUGMENT = range(2)  # what random numbers are drawn for
 Batch = tuple[Tensor, Tensor]
@@ -36,7 +37,7 @@ class ResidentLoader:
         self, data: ImageData, batch_size: int, augmentation: Augmentation, *, seed: int, device: torch.device
     ) -> None:
         if batch_size > len(data.train):
-            raise ValueError(
+            raise UserValueError(
                 f"data.batch_size must be at most the number of training images, {len(data.train)}, but is {batch_size}"
             )
         self.data, self.batch_size, self.augmentation, self.seed = data.to(device), batch_size, augmentation, seed

@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor, nn
 
 from sparsam.checks import check_interval, check_whole
-from sparsam.masks.selection import Selection
+from sparsam.selection import Selection
 
 Setting = int | float | str | None | dict[str, "Setting"]
 

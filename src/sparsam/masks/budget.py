@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from sparsam.checks import check_choice, check_rho, check_share, check_whole
+from sparsam.errors import UserTypeError, UserValueError
 from sparsam.masks.base import Mask, Setting, StepKind
-from sparsam.masks.selection import Selection
-from sparsam.modules import bare, get_module
+from sparsam.replay.modules import bare, get_module
+from sparsam.selection import Selection
 
 NORMS = ("perturbed", "whole")
 FULL_COST = 2.0  # of a step that perturbs everything, in base steps
@@ -24,7 +25,7 @@ class BudgetMask(Mask):
 
     .. math::  (1 - q)\,(1 + f) + 2\,q \;\le\; \text{budget}
 
-    base steps, with exactly the gradient of the masked step (:mod:`sparsam.replay`). The earliest cut that fits the
+    base steps, with exactly the gradient of the masked step (:mod:`sparsam.replay.replay`). The earliest cut that fits the
     budget is taken. What a budget buys is measured in the first step, on your machine and your batch, and kept from
     then on, also in the optimizer's state.
 
@@ -70,26 +71,28 @@ class BudgetMask(Mask):
         within: Mask | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise TypeError(
+            raise UserTypeError(
                 f"model must be a module, but is a {type(model).__name__}; pass the model, not its parameters"
             )
         if isinstance(model, nn.DataParallel):
-            raise TypeError("model must not be a DataParallel, whose copies run elsewhere; use DistributedDataParallel")
+            raise UserTypeError(
+                "model must not be a DataParallel, whose copies run elsewhere; use DistributedDataParallel"
+            )
         check_budget(budget)
         check_share("full", full)
         for name, radius in (("full_rho", full_rho), ("momentum_rho", momentum_rho)):
             if radius is not None:
                 check_rho(radius, name)
         if full_rho is not None and not full:
-            raise ValueError("full_rho is the radius of full steps, but full is 0: there are none")
+            raise UserValueError("full_rho is the radius of full steps, but full is 0: there are none")
         _check_late(total_steps, late_share, momentum_rho, full)
         check_choice("norm", norm, NORMS)
         if within is not None and (not isinstance(within, Mask) or isinstance(within, BudgetMask)):
-            raise TypeError(f"within must be a mask of another kind, but is a {type(within).__name__}")
+            raise UserTypeError(f"within must be a mask of another kind, but is a {type(within).__name__}")
         if cut is not None:
             get_module(bare(model), cut)
         elif total_steps is None and 1 + full > budget:
-            raise ValueError(
+            raise UserValueError(
                 f"budget must be above 1 + full, for full steps cost {FULL_COST:g} base steps, but is {budget} with "
                 f"full={full}"
             )
@@ -188,7 +191,7 @@ class BudgetMask(Mask):
 def check_budget(budget: float) -> None:
     """Refuse a budget that pays for no perturbation at all."""
     if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 1 < budget < math.inf:
-        raise ValueError(f"budget must be a number above 1, what the base step alone costs, but is {budget!r}")
+        raise UserValueError(f"budget must be a number above 1, what the base step alone costs, but is {budget!r}")
 
 
 def _check_late(total_steps: int | None, late_share: float | None, momentum_rho: float | None, full: float) -> None:
@@ -196,17 +199,17 @@ def _check_late(total_steps: int | None, late_share: float | None, momentum_rho:
     if total_steps is None:
         for name, given in (("late_share", late_share), ("momentum_rho", momentum_rho)):
             if given is not None:
-                raise ValueError(
+                raise UserValueError(
                     f"{name} tells training's first steps from its last, and needs total_steps, but that is None"
                 )
         return
     check_whole("total_steps", total_steps)
     if full:
-        raise ValueError(f"full must be 0 where only the last of total_steps steps perturb, but is {full}")
+        raise UserValueError(f"full must be 0 where only the last of total_steps steps perturb, but is {full}")
     if late_share is not None:
         check_share("late_share", late_share)
         if not _last_steps(late_share, total_steps):
-            raise ValueError(
+            raise UserValueError(
                 f"late_share must be that of a step or more of total_steps={total_steps}, or none perturbs by a "
                 f"gradient, but is {late_share:g} (leave it out, and the budget buys some)"
             )
@@ -243,12 +246,12 @@ def choose_cut(costs: dict[str, float], budget: float, full: float = 0.0) -> str
         if mean <= budget:
             return cut
     if not means:
-        raise ValueError(
+        raise UserValueError(
             "the model has no cut that can be seen: nothing of a step could be left out (is it compiled as a whole? "
             "then compile its blocks instead; does the closure run another model than the mask's?)"
         )
     cheapest = min(reversed(means), key=lambda cut: means[cut])
-    raise ValueError(
+    raise UserValueError(
         f"budget must be at least {math.ceil(1000 * means[cheapest]) / 1000:g}, the mean step's cost at the cheapest "
         f"cut, {cheapest!r}" + (f", with full={full:g}" if full else "") + f", but is {budget:g}"
     )
@@ -272,7 +275,7 @@ def choose_share(first: float, last: float, budget: float, least_share: float = 
         return 1.0
     least = first + (last - first) * least_share
     if first >= last or budget < least:
-        raise ValueError(
+        raise UserValueError(
             f"budget must be at least {math.ceil(1000 * least) / 1000:g}, or no step can perturb by a gradient where "
             f"the others cost {first:g}, but is {budget:g}"
         )

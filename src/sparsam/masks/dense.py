@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from sparsam.masks.base import Mask
-from sparsam.masks.selection import Selection
+from sparsam.selection import Selection
 
 
 class DenseMask(Mask):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from sparsam.checks import check_choice, check_share, check_whole
 from sparsam.masks.base import Setting
-from sparsam.masks.selection import flatten, largest, perturbed_count, random_scores
 from sparsam.masks.sparsity import SparseMask
+from sparsam.selection import flatten, largest, perturbed_count, random_scores
 
 CRITERIA = ("flattest", "sharpest", "random")
 START, DROP, GROW = range(3)  # what random numbers are drawn for

@@ -11,12 +11,13 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import Dataset, default_collate
 
 from sparsam.checks import check_choice, check_whole
+from sparsam.errors import UserTypeError, UserValueError
 from sparsam.fisher import METHODS, diagonal_fisher
 from sparsam.masks.base import Setting
 from sparsam.masks.scores import match
-from sparsam.masks.selection import flatten, random_generator
 from sparsam.masks.sparsity import SparseMask
-from sparsam.randomness import random_numbers_apart
+from sparsam.randomness import random_generator, random_numbers_apart
+from sparsam.selection import flatten
 
 
 class FisherMask(SparseMask):
@@ -55,12 +56,12 @@ class FisherMask(SparseMask):
         check_choice("method", method, METHODS)
         for name in ("__getitem__", "__len__"):
             if not hasattr(dataset, name):
-                raise TypeError(
+                raise UserTypeError(
                     f"dataset must be map-style, with __len__ and __getitem__, but {type(dataset).__name__} "
                     f"has no {name} (of a DataLoader, take its .dataset)"
                 )
         if samples > len(dataset):  # type: ignore[arg-type]
-            raise ValueError(
+            raise UserValueError(
                 f"samples must be at most the size of the dataset, {len(dataset)}, but is {samples} (default 128)"  # type: ignore[arg-type]
             )
         super().__init__(sparsity, interval, seed)
@@ -78,7 +79,7 @@ class FisherMask(SparseMask):
         with random_numbers_apart([], seed=generator.initial_seed()):  # a data set may draw augmentations
             batch = default_collate([self.dataset[i] for i in chosen])
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise ValueError(f"dataset must hold (input, target) pairs, but dataset[{chosen[0]}] is not one")
+            raise UserValueError(f"dataset must hold (input, target) pairs, but dataset[{chosen[0]}] is not one")
         inputs, targets = batch
         trainable = [p for p in self.model.parameters() if p.requires_grad]
         device = trainable[0].device if trainable else None

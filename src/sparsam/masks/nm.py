@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from sparsam.checks import check_whole
+from sparsam.errors import UserValueError
 from sparsam.masks.base import Mask, Setting
 from sparsam.masks.scores import ScoreFunction, ask, check_score_function
-from sparsam.masks.selection import Selection
+from sparsam.selection import Selection
 
 
 class NMMask(Mask):
@@ -32,7 +33,7 @@ class NMMask(Mask):
         check_whole("m", m)
         check_whole("n", n)
         if n > m:
-            raise ValueError(f"n must be at most m, but n is {n} and m is {m}")
+            raise UserValueError(f"n must be at most m, but n is {n} and m is {m}")
         check_score_function(scores)
         super().__init__(interval)
         self.n, self.m, self.scores = int(n), int(m), scores

@@ -8,8 +8,9 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from sparsam.errors import UserValueError
 from sparsam.masks.base import Mask
-from sparsam.masks.selection import Selection
+from sparsam.selection import Selection
 
 NORMALISATION = re.compile(r"(batch|layer|group|instance|rms)_?norm", re.IGNORECASE)
 
@@ -33,7 +34,7 @@ class NormMask(Mask):
         super().__init__()
         self.model = model
         if not self._parameters():
-            raise ValueError("model has no normalisation layer with parameters, so NormMask would perturb nothing")
+            raise UserValueError("model has no normalisation layer with parameters, so NormMask would perturb nothing")
 
     def _parameters(self) -> set[Tensor]:
         return {
@@ -48,7 +49,7 @@ class NormMask(Mask):
         normalisation = self._parameters()
         chosen: Selection = [p in normalisation for p in params]
         if not any(chosen):
-            raise ValueError(
+            raise UserValueError(
                 "NormMask's model shares no trainable normalisation layer with the optimizer, or none lies behind the "
                 "cut of the BudgetMask around it"
             )

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from sparsam.masks.selection import random_scores
 from sparsam.masks.sparsity import SparseMask
+from sparsam.selection import random_scores
 
 
 class RandomMask(SparseMask):

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsam.errors import UserTypeError, UserValueError
+
 Scores = Mapping[Tensor, Tensor] | Iterable[Tensor]
 ScoreFunction = Callable[[list[Tensor]], Scores] | Callable[[], Scores]
 
@@ -16,7 +18,7 @@ ScoreFunction = Callable[[list[Tensor]], Scores] | Callable[[], Scores]
 def check_score_function(scores: object) -> None:
     """Refuse what cannot be called."""
     if not callable(scores):
-        raise TypeError(
+        raise UserTypeError(
             f"scores must be a function of a list of parameters that returns one tensor for each, such as "
             f"lambda params: [p.abs() for p in params], but is a {type(scores).__name__}"
         )
@@ -34,22 +36,22 @@ def match(scores: Scores, params: Sequence[Tensor]) -> list[Tensor]:
     if isinstance(scores, Mapping):
         for i, p in enumerate(params):
             if p not in scores:
-                raise ValueError(f"scores has no entry for parameter {i} of shape {tuple(p.shape)}")
+                raise UserValueError(f"scores has no entry for parameter {i} of shape {tuple(p.shape)}")
         tensors = [scores[p] for p in params]
     else:
         tensors = list(scores)
     if len(tensors) != len(params):
-        raise ValueError(
+        raise UserValueError(
             f"scores must return one tensor for each of the {len(params)} parameters that require a gradient, but "
             f"returned {len(tensors)}"
         )
     for i, (score, p) in enumerate(zip(tensors, params, strict=True)):
         if not isinstance(score, Tensor) or score.shape != p.shape:
             got = tuple(score.shape) if isinstance(score, Tensor) else type(score).__name__
-            raise ValueError(f"scores[{i}] must have the shape {tuple(p.shape)} of its parameter, but has {got}")
+            raise UserValueError(f"scores[{i}] must have the shape {tuple(p.shape)} of its parameter, but has {got}")
     holds_nan = torch.stack([t.isnan().any().to(tensors[0].device) for t in tensors]).tolist()
     if any(holds_nan):
-        raise ValueError(f"scores[{holds_nan.index(True)}] holds NaN, so its weights cannot be ranked")
+        raise UserValueError(f"scores[{holds_nan.index(True)}] holds NaN, so its weights cannot be ranked")
     return tensors
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparsam.checks import check_share
 from sparsam.masks.base import Mask, Setting
-from sparsam.masks.selection import Selection, expand, flatten, largest, perturbed_count, unflatten
+from sparsam.selection import Selection, expand, flatten, largest, perturbed_count, unflatten
 
 
 class SparseMask(Mask):

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from sparsam.masks.scores import ScoreFunction, ask, check_score_function
-from sparsam.masks.selection import flatten
 from sparsam.masks.sparsity import SparseMask
+from sparsam.selection import flatten
 
 
 class TopKMask(SparseMask):

@@ -6,7 +6,7 @@ import re
 
 from torch import nn
 
-from sparsam.extras import need
+from sparsam.errors import UserValueError, need
 from sparsam.models.resnet import STEMS, BasicBlock, Bottleneck, ResNet
 from sparsam.models.vgg import VGG11BN
 from sparsam.models.wide_resnet import WideResNet
@@ -40,9 +40,9 @@ def build_model(name: str, classes: int, *, channels: int = 3, stem: str = "cifa
         return ResNet(block, depths, classes, stem=stem, width=width, channels=channels)
     wide = WIDE.fullmatch(name)
     if not wide and name != "vgg11-bn":
-        raise ValueError(f"model must be one of {', '.join(NAMES)}, but is {name!r}")
+        raise UserValueError(f"model must be one of {', '.join(NAMES)}, but is {name!r}")
     if stem != "cifar":
-        raise ValueError(f"model {name!r} is for small images; where the stem is {stem!r}, take a ResNet")
+        raise UserValueError(f"model {name!r} is for small images; where the stem is {stem!r}, take a ResNet")
     if wide:
         return WideResNet(int(wide[1]), int(wide[2]), classes, channels=channels)
     return VGG11BN(classes, channels=channels)
@@ -54,7 +54,7 @@ def _external(name: str, classes: int, channels: int) -> nn.Module:
         timm = need("timm", "timm models", install="pip install timm")
         return timm.create_model(model, num_classes=classes, in_chans=channels)  # type: ignore[no-any-return]
     if channels != 3:
-        raise ValueError(f"model {name!r} takes images with 3 channels, but these have {channels}")
+        raise UserValueError(f"model {name!r} takes images with 3 channels, but these have {channels}")
     torchvision = need("torchvision", "torchvision models", install="pip install torchvision")
     return torchvision.models.get_model(model, num_classes=classes)  # type: ignore[no-any-return]
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsam.checks import check_whole
+from sparsam.errors import UserValueError
 from sparsam.models.initialisation import initialise
 
 
@@ -46,7 +47,7 @@ class WideResNet(nn.Sequential):
     def __init__(self, depth: int, widen: int, classes: int, *, channels: int = 3, dropout: float = 0.0) -> None:
         check_whole("widen", widen)
         if depth < 10 or (depth - 4) % 6:
-            raise ValueError(f"depth must be 6n + 4 with n >= 1 (10, 16, 22, 28, ...), but is {depth}")
+            raise UserValueError(f"depth must be 6n + 4 with n >= 1 (10, 16, 22, 28, ...), but is {depth}")
         stages: OrderedDict[str, nn.Module] = OrderedDict(stem=nn.Conv2d(channels, 16, 3, padding=1, bias=False))
         inputs = 16
         for i, outputs in enumerate((16 * widen, 32 * widen, 64 * widen)):

@@ -16,10 +16,10 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
-from sparsam.differences import differing
+from sparsam.checks import differences
 from sparsam.report.record import Record, ReportError, is_number, read_text, shown
-from sparsam.step_time import step_time
-from sparsam.training.recipe import Recipe
+from sparsam.runs.recipe import Recipe
+from sparsam.runs.step_time import step_time
 
 ABOUT = re.compile(r" \(\d+ images.*\)$")  # what a column of sharpness was measured over
 
@@ -209,7 +209,7 @@ class Method:
             reached = max(run.metrics[-1].epoch if run.metrics else 0 for run in unfinished)
             planned = max(run.recipe["train"]["epochs"] for run in unfinished)
             notes.append(f"unfinished: epoch {reached} of {planned}")
-        keys = [key for key in differing([_completed(run.recipe) for run in self.runs]) if key not in INCIDENTAL]
+        keys = [key for key in differences(*(_completed(run.recipe) for run in self.runs)) if key not in INCIDENTAL]
         if keys:
             notes.append(f"recipes differ in {', '.join(keys)}")
         seeds = Counter(run.seed for run in self.counted)

@@ -9,8 +9,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from sparsam.errors import UserValueError
 
-class ReportError(ValueError):
+
+class ReportError(UserValueError):
     """A run that cannot be shown; the message names the file and the problem."""
 
 

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 from sparsam.data import Augmentation, FolderLoader, Loader, ResidentLoader, load_cifar, load_digits
 from sparsam.masks import BudgetMask, DynamicMask, FisherMask, Mask, NormMask, RandomMask
-from sparsam.masks.selection import random_generator
 from sparsam.models import build_model
-from sparsam.optimizer import SAM
-from sparsam.training.recipe import Recipe
+from sparsam.randomness import random_generator
+from sparsam.runs.recipe import Recipe
+from sparsam.sam import SAM
 
 BASES: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,

@@ -11,11 +11,12 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from sparsam.differences import differing
+from sparsam.checks import differences
+from sparsam.errors import UserError
 from sparsam.randomness import random_state, set_random_state
+from sparsam.runs.directory import RunDirectory
+from sparsam.runs.recipe import BUDGET_KEYS, Recipe, RecipeError, load_recipe
 from sparsam.training.progress import Progress
-from sparsam.training.recipe import BUDGET_KEYS, Recipe, RecipeError, load_recipe
-from sparsam.training.rundir import RunDirectory
 from sparsam.training.trainer import Interrupted, Trainer, new_run, old_run, stopping_on_signals
 
 
@@ -50,7 +51,7 @@ def compare_recipes(
             recipe = load_recipe(file, [*_concerned(file, overrides or []), f"train.seed={seed}"])
             path = output / f"{recipe.name}-seed{seed}"
             if (path / "recipe.json").is_file() and RunDirectory(path).recipe() != recipe:
-                others = ", ".join(differing([RunDirectory(path).recipe().to_dict(), recipe.to_dict()]))
+                others = ", ".join(differences(RunDirectory(path).recipe().to_dict(), recipe.to_dict()))
                 raise RecipeError(
                     f"{path} holds a run of another recipe, which differs in {others}; choose another --output or "
                     f"delete it"
@@ -110,7 +111,7 @@ def _take_turns(waiting: Iterable[Callable[[], Trainer]], at_once: int, device: 
                 turns.popleft()
             except Exception as error:  # the others are saved before it is told
                 recipe = turns.popleft().run.recipe
-                if isinstance(error, ValueError):  # a budget that is too small, say
+                if isinstance(error, UserError):  # a budget that is too small, say
                     told = RecipeError(f"{recipe.name}, seed {recipe.train.seed}: {error}")
                     told.__cause__, error = error, told
                 stopped.insert(0, error)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sparsam._version import __version__
+from sparsam import __version__
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from sparsam.training.checkpoint import load_checkpoint
-from sparsam.training.rundir import RunDirectory
+from sparsam.runs.checkpoint import load_checkpoint
+from sparsam.runs.directory import RunDirectory
 from sparsam.training.trainer import Trainer
 
 

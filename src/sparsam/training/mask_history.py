@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sparsam.masks.selection import Selection, copied, overlap
+from sparsam.selection import Selection, copied, overlap
 
 
 class MaskHistory:

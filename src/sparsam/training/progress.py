@@ -7,8 +7,8 @@ import sys
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from sparsam.extras import need
-from sparsam.training.recipe import Recipe
+from sparsam.errors import need
+from sparsam.runs.recipe import Recipe
 
 
 class Progress:

@@ -21,19 +21,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sparsam.extras import need
-from sparsam.graphs import CapturedStep
+from sparsam.cuda_graph import CapturedStep
+from sparsam.errors import need
 from sparsam.masks import BudgetMask, StepKind
-from sparsam.optimizer import SAM
-from sparsam.step_time import step_time
+from sparsam.runs.checkpoint import load_checkpoint, save_checkpoint
+from sparsam.runs.directory import RunDirectory
+from sparsam.runs.recipe import Recipe
+from sparsam.runs.step_time import step_time
+from sparsam.sam import SAM
 from sparsam.training.build import build_loader, build_loss, build_network, build_optimizer
-from sparsam.training.checkpoint import load_checkpoint, save_checkpoint
 from sparsam.training.environment import describe_environment
 from sparsam.training.flops import theoretical_flops
 from sparsam.training.mask_history import MaskHistory
 from sparsam.training.progress import Progress
-from sparsam.training.recipe import Recipe
-from sparsam.training.rundir import RunDirectory
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 OF_THE_DEVICE = ("lr", "rho", "fused", "capturable")  # group options that differ between a CPU and a captured step

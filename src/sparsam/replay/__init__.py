@@ -1,0 +1,1 @@
+"""Replay: what lies before the first perturbed layer is not computed twice."""

@@ -1,0 +1,180 @@
+"""Where a model can be cut, and what a step from there costs: both are found by running it.
+
+Autograd numbers its nodes in the order of their making. The input of a module is a *cut* if every edge of the graph
+that leads from a node made after the module was called to one made before it ends at that input and starts inside the
+call: then nothing else is carried past the cut but parameters, and a parameter that is used on both sides counts as
+lying before it.
+
+The time between the call of the module and the arrival of the gradient at its input is the share of the step that
+lies behind the cut: one pass, forward and backward, gives it for all cuts at once.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from sparsam.errors import UserTypeError
+from sparsam.passes import no_trace
+from sparsam.replay.autograd_graph import leaf_of, node_of, nodes_behind, tensors_in
+from sparsam.replay.calls import Call, intercepted, is_compiled
+from sparsam.replay.clock import Clock
+from sparsam.replay.modules import bare
+from sparsam.replay.recording import Kept, in_backward, keep, same_tensors
+
+PASSES, WARM_UP = 3, 2
+
+
+class Cut(NamedTuple):
+    """The input of a module, and how much lies behind it."""
+
+    name: str
+    """Of the module."""
+    weights: float
+    """The share of the weights that are used behind the cut and nowhere before."""
+    step: float | None
+    """The share of a pass, forward and backward, that lies behind the cut; None if it was not measured."""
+
+
+def find_cuts(
+    model: nn.Module, run: Callable[[], Any], *, passes: int = PASSES, device_time: bool = False
+) -> list[Cut]:
+    """Find where a model can be cut, earliest first, and measure how much of a pass lies behind each cut.
+
+    Of cuts with the same weights behind them only the last is listed, because it costs least; of names for the same
+    place only the outermost. Running statistics and torch's random numbers are afterwards as they were.
+
+    Args:
+        model: The network.
+        run: One pass: forward and backward, like an optimizer's closure. It may return the loss.
+        passes: How many passes to time (the median counts), after two to warm up; 0: do not measure.
+        device_time: On a GPU, measure what a captured step will take, not how fast Python can launch it.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> x = torch.ones(3, 4)
+    >>> [(cut.name, cut.weights) for cut in find_cuts(model, lambda: model(x).sum().backward(), passes=0)]
+    [('0', 1.0), ('2', 0.3103448275862069)]
+    """
+    if not isinstance(model, nn.Module):
+        raise UserTypeError(
+            f"model must be a module, but is a {type(model).__name__}; pass the model, not its parameters"
+        )
+    with no_trace(model):
+        places = _cut_weights(bare(model), run)
+    steps: dict[str, float] = {}
+    if passes:
+        clock = Clock(next(p.device for p in model.parameters()), device_time)
+        measured = []
+        for i in range(WARM_UP + passes):
+            with no_trace(model):
+                shares = _shares(bare(model), list(places), run, clock)
+            if i >= WARM_UP:
+                measured.append(shares)
+        steps = {name: statistics.median(shares[name] for shares in measured) for name in places}
+    return [Cut(name, weights, steps.get(name)) for name, weights in places.items()]
+
+
+class _Visit(NamedTuple):
+    """The first call of a module: autograd's counter before and after it, and its input."""
+
+    name: str
+    start: int
+    end: int
+    input: Kept
+
+
+def _cut_weights(model: nn.Module, run: Callable[[], Any]) -> dict[str, float]:
+    """Return the cuts by name, each with the share of the weights behind it."""
+    visits: dict[str, _Visit] = {}
+    roots: list[Tensor] = []
+    first_use: dict[Tensor, int] = {}
+
+    def visit(name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        start, value = _node_count(), keep((args, kwargs))
+        if in_backward():  # checkpointing: what lies inside is no cut
+            if name in visits and not same_tensors(visits[name].input.value, value.value):
+                del visits[name]
+            return call(*args, **kwargs)
+        output = call(*args, **kwargs)
+        if not torch.is_grad_enabled():  # its parameters will not be found in the graph
+            first_use.update({p: start - 1 for p in model.get_submodule(name).parameters() if p.requires_grad})
+        else:
+            visits.setdefault(name, _Visit(name, start, _node_count(), value))
+        if not name:
+            roots.extend(tensors_in(output))
+        return output
+
+    # Inside of what is compiled nobody can stand, and torch.compile would try to compile this file.
+    inside = {
+        part for module in model.modules() if is_compiled(module) for part in module.modules() if part is not module
+    }
+    visible = {module: partial(visit, name) for name, module in model.named_modules() if module not in inside}
+    with intercepted(visible):
+        loss = run()
+    nodes = nodes_behind([*roots, *tensors_in(loss)])
+    edges = [
+        (node._sequence_nr(), target._sequence_nr(), target)
+        for node in nodes
+        if leaf_of(node) is None
+        for target, _ in node.next_functions
+        if target is not None
+    ]
+    for number, _, target in edges:
+        leaf = leaf_of(target)
+        if leaf is not None:
+            first_use[leaf] = min(number, first_use.get(leaf, number))
+    inner = [edge for edge in edges if leaf_of(edge[2]) is None]
+    sources, targets = (np.array([edge[k] for edge in inner], dtype=np.int64) for k in (0, 1))
+
+    def is_cut(visit: _Visit) -> bool:
+        inputs = {node_of(t) for t in tensors_in(visit.input.value)}
+        crossing = np.flatnonzero((sources >= visit.start) & (targets < visit.start))
+        return visit.input.unchanged and all(sources[i] < visit.end and inner[i][2] in inputs for i in crossing)
+
+    total = sum(p.numel() for p in first_use)
+    by_place: dict[int, str] = {}
+    for v in sorted(visits.values(), key=lambda v: (v.start, -v.end, v.name.count("."))):  # the outermost first
+        if v.name and is_cut(v):
+            by_place.setdefault(v.start, v.name)
+    by_weights = {
+        sum(p.numel() for p, use in first_use.items() if use >= start): name for start, name in by_place.items()
+    }
+    return {name: count / total for count, name in by_weights.items() if count}
+
+
+def _node_count() -> int:
+    """Return the number that autograd's next node will have."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def _shares(model: nn.Module, names: list[str], run: Callable[[], Any], clock: Clock) -> dict[str, float]:
+    """Run one pass; return the share of its time between each module's call and the gradient of its input."""
+    called: dict[str, Any] = {}
+    arrived: dict[str, Any] = {}
+    hooks: list[RemovableHandle] = []
+
+    def stamp(name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name not in called:
+            called[name] = clock.now()
+            for t in tensors_in(args, kwargs):
+                if t.requires_grad:
+                    hook = t.register_hook(lambda _: arrived.update({name: clock.now()}))  # type: ignore[no-untyped-call]
+                    hooks.append(hook)
+        return call(*args, **kwargs)
+
+    with intercepted({model.get_submodule(name): partial(stamp, name) for name in names}):
+        clock.prepare()
+        start = clock.now()
+        run()
+        end = clock.now()
+    for hook in hooks:  # those of parameters and batches would stay
+        hook.remove()
+    total = clock.between(start, end)
+    return {name: clock.between(called[name], arrived.get(name, end)) / total for name in names}

@@ -1,0 +1,248 @@
+"""Replay: what lies before the first perturbed layer is not computed twice.
+
+Let every perturbed weight lie behind a *cut*, the input of one module. Everything before the cut then has the same
+weights, inputs and random numbers in both passes of a SAM step, so its activations and its graph can be kept:
+
+====== ============================== =====================================================
+pass   forward                        backward
+====== ============================== =====================================================
+first  everything                     only behind the cut, whose input is detached
+second only behind the cut, from the  behind the cut through the new graph, and on through
+       input that the first recorded  the graph that the first pass left before the cut
+====== ============================== =====================================================
+
+The gradient is that of the plain masked step, bit for bit; the cost is 1 + f, f being the share of the step that lies
+behind the cut. All this happens inside an ordinary closure: in both passes calls of the modules along the way go
+through this file (:mod:`sparsam.replay.calls`), and between steps the model carries no trace of it.
+
+In the second pass a module before the cut returns what it returned in the first, unless that has been changed in
+place since (an in-place ReLU after a normalisation): then a tensor of NaN, for nobody may need its values. The module
+at the cut is called with the recorded input.
+
+Whatever does not fit is computed in full in the second pass: exact all the same, and one warning says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.nn.parallel import DistributedDataParallel
+
+from sparsam.errors import warn
+from sparsam.replay.autograd_graph import leaf_of, nodes_behind, tensors_in
+from sparsam.replay.calls import intercepted, is_compiled
+from sparsam.replay.modules import Places, bare, places_of
+from sparsam.replay.recording import Before, EndOfGradient, Recorder, Recording
+from sparsam.replay.reuse import Reuse
+
+WAYS = 64  # to remember; a model with random depth has more
+
+
+class Replay:
+    """Takes the two passes of a step through a model, the second from a cut.
+
+    Args:
+        model: Any module whose parts are called by Python code. Of a DistributedDataParallel, its inside.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.wrapper, self.model = model, bare(model)
+        self.recording: Recording | None = None
+        self._ways: dict[tuple[Any, ...], _Way] = {}  # by path
+        self._places: dict[str, Places] = {}  # by cut
+        self._ahead: list[tuple[str, nn.Module]] = []  # modules before the cut, from the next step on
+        self.doubtful = (
+            False  # whether the latest second pass may have used a tensor without values, for the first time
+        )
+        self._trusted: set[tuple[Any, ...]] = set()  # ways on which that was found to be harmless
+        self._equal_copies = False  # whether the closure makes its batch anew in each call, with the same values
+        self._off: str | None = None  # why replay is not even tried
+        self._warned = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Identities of parameters and whatever a step left do not travel.
+        return {**self.__dict__, "recording": None, "_ways": {}, "_places": {}, "_ahead": [], "_trusted": set()}
+
+    # ------------------------------------------------------------------------------------------ first pass
+
+    @contextmanager
+    def first_pass(self, cut: str, *, whole_gradient: bool = False) -> Iterator[Recording]:
+        """Record the block's forward pass, and let its backward pass end at the cut.
+
+        Args:
+            cut: The name of the module whose input is the cut.
+            whole_gradient: Let the gradient pass the cut: the second pass will have to be run in full.
+        """
+        if self._ahead and cut in self._places:
+            self._places[cut] = self._places[cut]._replace(before=self._ahead)
+        self._ahead = []
+        params = list(self.model.parameters())
+        devices, trained = frozenset(p.device for p in params), tuple(p.requires_grad for p in params)
+        recording = Recording(cut, devices, trained, open=whole_gradient)
+        recorder = Recorder(recording, self._look, self._needs_gradient)
+        sync = self.wrapper.no_sync() if isinstance(self.wrapper, DistributedDataParallel) else nullcontext()
+        with sync, self._intercepted(cut, recorder):
+            yield recording
+        for hook in recording.hooks:
+            hook.remove()
+        self._learn(recording)
+        recording.outputs.clear()
+        self.recording = recording
+
+    def parameters_before(self) -> frozenset[Tensor] | None:
+        """Return the parameters that lie before the cut; None if the first pass was not seen to come to it."""
+        before = self.recording.before if self.recording else None
+        return None if before is None else before.parameters
+
+    def modules_before(self) -> set[nn.Module]:
+        """Return the modules that a second pass from the cut does not call."""
+        recording = self.recording
+        if recording is None or recording.open:
+            return set()
+        return self._inside({call.name for call in recording.calls}) - self._inside({recording.cut, *recording.behind})
+
+    def _inside(self, names: set[str]) -> set[nn.Module]:
+        return {module for name in names for module in self.model.get_submodule(name).modules()}
+
+    def _look(self, recording: Recording) -> Before:
+        """Find out what lies before the cut that was just reached."""
+        if recording.path in self._ways:
+            return self._ways[recording.path].before
+        assert recording.input is not None
+        parameters = {leaf_of(node) for node in nodes_behind(tensors_in(recording.input.value))}
+        for call in recording.calls:  # of these nothing is in the graph, but it may be some day
+            inside = self.model.get_submodule(call.name).parameters()
+            parameters |= {p for p in inside if not p.requires_grad or not call.differentiable}
+        before = frozenset(p for p in parameters if p is not None)
+        return Before(before, any(p.requires_grad and p not in before for p in self.model.parameters()))
+
+    def _needs_gradient(self, recording: Recording) -> bool:
+        """Tell whether the detached input must still require a gradient: reentrant checkpointing asks for it.
+
+        It costs the gradient of that input, so it is done once on every way, to see what lies behind.
+        """
+        return recording.path not in self._ways or self._ways[recording.path].custom
+
+    def _learn(self, recording: Recording) -> None:
+        """Keep what the first pass on a new way showed."""
+        if recording.before is None or recording.open or recording.path in self._ways:
+            return
+        if len(self._ways) >= WAYS:
+            self._ways.clear()
+        behind = nodes_behind(recording.outputs)
+        own = EndOfGradient.__name__
+        custom = any(isinstance(node, BackwardCFunction) and not node.name().startswith(own) for node in behind)
+        self._ways[recording.path] = _Way(recording.before, custom or not behind)
+        called = {call.name for call in recording.calls} | recording.behind
+        self._ahead = []
+        for name, module in self._places[recording.cut].before:
+            if name in called or recording.before.parameters.isdisjoint(module.parameters()):
+                self._ahead.append((name, module))
+            else:  # it lies before the cut and is not called: its parts are
+                self._ahead += [(f"{name}.{child}", part) for child, part in module.named_children()]
+
+    # ----------------------------------------------------------------------------------------- second pass
+
+    @contextmanager
+    def second_pass(self, perturbed: Iterable[Tensor], in_full: Callable[[], None]) -> Iterator[None]:
+        """Let the block's forward pass start at the cut, as far as that gives what the whole pass would.
+
+        Args:
+            perturbed: The parameters that have changed since the first pass.
+            in_full: Called before what lies before the cut is computed again, if it must be.
+        """
+        recording, self.recording = self.recording, None
+        if recording is None:
+            yield
+            return
+        reason = self._off or self._obstacle(recording, perturbed)
+        if reason or recording.open:
+            del recording  # and the graph that it holds
+            in_full()
+            self._warn(reason)
+            yield
+            return
+        reuse = Reuse(recording, in_full, self._equal_copies)
+        with self._intercepted(recording.cut, reuse):
+            yield
+        self._equal_copies = reuse.equal_copies
+        self.doubtful = reuse.blind and recording.path not in self._trusted
+        self._trusted.add(recording.path)
+        if reuse.another_batch:
+            self._off = reuse.stopped
+        self._warn(reuse.stopped)
+
+    def _obstacle(self, recording: Recording, perturbed: Iterable[Tensor]) -> str:
+        """Say why the second pass cannot start at the cut."""
+        cut = recording.cut
+        if recording.obstacle or recording.open:
+            return recording.obstacle
+        if recording.input is None or recording.before is None:
+            return (
+                f"the first pass did not call {cut!r} where it can be seen (is the model compiled as a whole? compile "
+                f"its blocks instead)"
+            )
+        if recording.forwards > 1:
+            return f"the closure ran the model {recording.forwards} times, and only a single forward pass is replayed"
+        if not recording.input.unchanged:
+            return f"the input of {cut!r} is changed in place behind the cut"
+        for past, following in zip_longest(recording.calls, recording.calls[1:]):
+            if past.output.unchanged or (following is not None and following.output.value is past.output.value):
+                continue
+            if not all(t.requires_grad for t in tensors_in(past.output.value)):
+                return f"the output of {past.name!r}, which has no gradient, is changed in place after it"
+        if recording.crossed:
+            return f"what is computed before {cut!r} is used behind it by another way than its input"
+        if not recording.before.parameters.isdisjoint(perturbed):
+            return f"the first pass took another way to {cut!r}, and a perturbed weight lies on it"
+        return ""
+
+    # --------------------------------------------------------------------------------------------- helpers
+
+    def _intercepted(self, cut: str, calls: Recorder | Reuse) -> AbstractContextManager[None]:
+        places = self._places.get(cut)
+        if places is None or self.model.get_submodule(cut) is not places.cut:
+            places = self._places[cut] = places_of(self.model, cut)
+        compiled = [name for name, module in [("", self.wrapper), *places.around] if is_compiled(module)]
+        if compiled:
+            what = repr(compiled[0]) if compiled[0] else "the model"
+            self._off = f"{what} is compiled as a whole; compile its blocks instead"
+        if self._off:
+            return nullcontext()
+        return intercepted(
+            {
+                self.model: calls.model,
+                **{module: partial(calls.before, name) for name, module in places.before},
+                places.cut: calls.at_cut,
+            }
+        )
+
+    def _warn(self, reason: str | None) -> None:
+        if reason and not self._warned:
+            self._warned = True
+            warn(f"the second pass is computed in full, exact but slower: {reason}")
+
+    def give_up(self, reason: str) -> None:
+        """Compute every second pass in full from now on."""
+        self._off = reason
+        self._warn(reason)
+
+    def warn_two_step(self) -> None:
+        """Say that only step(closure) saves time."""
+        self._warn(
+            "only step(closure) can start it at the cut, first_step() and perturbed() cannot (nor can they see what "
+            "lies behind the cut: the order in which modules were registered has to do)"
+        )
+
+
+class _Way(NamedTuple):
+    """What is known of one way to a cut."""
+
+    before: Before
+    custom: bool  # whether the graph behind the cut holds functions that torch does not know

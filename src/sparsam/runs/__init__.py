@@ -1,0 +1,1 @@
+"""A run: its recipe, its directory, its checkpoints."""

@@ -1,0 +1,115 @@
+"""A run's directory: what was asked for, what it ran on, what came out.
+
+recipe.json         the resolved recipe, every default written out
+environment.json    versions, hardware, git commit
+metrics.jsonl       one line for each finished epoch
+summary.json        the end result; absent while a run is unfinished
+checkpoints/        last.pt and best.pt
+tensorboard/        events, if the recipe asks for them
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from sparsam.runs.recipe import Recipe, RecipeError, recipe_from
+
+
+class RunDirectory:
+    """Reads and writes the files of one run."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._events: Any = None
+
+    @property
+    def last(self) -> Path:
+        """The latest checkpoint."""
+        return self.path / "checkpoints" / "last.pt"
+
+    @property
+    def best(self) -> Path:
+        """The checkpoint with the highest accuracy so far."""
+        return self.path / "checkpoints" / "best.pt"
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run came to its end."""
+        return (self.path / "summary.json").is_file()
+
+    def create(self, recipe: Recipe, environment: dict[str, Any]) -> None:
+        """Start a new run here."""
+        self.check_new()
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._write("recipe.json", recipe.to_dict())
+        self._write("environment.json", environment)
+
+    def check_new(self) -> None:
+        """Refuse to write over an old run."""
+        if (self.path / "recipe.json").exists():
+            raise RecipeError(
+                f"{self.path} holds a run already; continue it with --resume {self.path}, or choose another --output"
+            )
+
+    def recipe(self) -> Recipe:
+        """Return the recipe of the run."""
+        file = self.path / "recipe.json"
+        if not file.is_file():
+            raise RecipeError(f"{self.path} is not the directory of a run: it has no recipe.json")
+        return recipe_from(json.loads(file.read_text()))
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the metrics of the finished epochs."""
+        file = self.path / "metrics.jsonl"
+        text = file.read_text() if file.is_file() else ""
+        whole, _, _ = text.rpartition("\n")  # a crash may have left half a line
+        return [json.loads(line) for line in whole.splitlines()]
+
+    def keep_epochs(self, count: int) -> None:
+        """Forget the metrics of later epochs: a resumed run writes them again."""
+        lines = [json.dumps(m) + "\n" for m in self.metrics() if m["epoch"] <= count]
+        replace_file(self.path / "metrics.jsonl", "".join(lines))
+        (self.path / "summary.json").unlink(missing_ok=True)
+
+    def add_metrics(self, metrics: dict[str, Any]) -> None:
+        """Append the metrics of an epoch."""
+        with (self.path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(metrics) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # before the checkpoint that counts on it
+
+    def add_events(self, metrics: dict[str, Any]) -> None:
+        """Write the metrics of an epoch as TensorBoard events."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        epoch = metrics["epoch"]
+        if self._events is None:
+            self._events = SummaryWriter(str(self.path / "tensorboard"), purge_step=epoch)
+        for key, value in metrics.items():
+            if isinstance(value, float):
+                self._events.add_scalar(key, value, epoch)
+        for block, share in (metrics["mask_density"] or {}).items():
+            self._events.add_scalar(f"mask_density/{block}", share, epoch)
+        self._events.flush()
+
+    def summary(self) -> dict[str, Any]:
+        """Return the end result."""
+        result: dict[str, Any] = json.loads((self.path / "summary.json").read_text())
+        return result
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Write the end result."""
+        self._write("summary.json", summary)
+
+    def _write(self, name: str, content: dict[str, Any]) -> None:
+        replace_file(self.path / name, json.dumps(content, indent=2) + "\n")
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished.write_text(text)
+    unfinished.replace(path)
