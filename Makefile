@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-page lint types format clean
+.PHONY: help setup demo test test-all coverage test-page lint types format clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -23,7 +23,13 @@ demo: $(READY)  ## train a small network on embedded data with SGD, SAM and spar
 		recipes/digits-ssam-d.toml recipes/digits-ssam-c.toml --seeds 3 --sharpness 0.1 --output runs/demo
 
 test: $(READY)  ## all tests that need neither a GPU nor many minutes
+	$(BIN)/python -m pytest --numprocesses 2 -m 'not slow'
+
+test-all: $(READY)  ## every test, exhaustive sweeps included
 	$(BIN)/python -m pytest --numprocesses 2
+
+coverage: $(READY)  ## which lines of src the tests run
+	$(BIN)/python -m pytest --numprocesses 2 -m 'not slow' --cov=sparsam --cov-report=term:skip-covered
 
 test-page: $(READY)  ## the report page in a real browser (needs chromium and chromedriver; `make test` skips it without)
 	$(BIN)/python -m pytest tests/test_report_page.py tests/test_commands.py tests/test_landscape.py -k page

@@ -24,7 +24,7 @@ from sparsam.runs.checkpoint import CheckpointError, load_checkpoint
 from sparsam.runs.directory import RunDirectory
 from sparsam.runs.recipe import RecipeError
 from sparsam.training import Trainer, load_recipe, resume, train
-from sparsam.training.build import build_loader, build_network
+from sparsam.runs.build import build_loader, build_network
 from sparsam.training.comparison import compare_recipes
 from sparsam.training.progress import Progress
 from sparsam.training.trainer import Interrupted, new_run
@@ -62,7 +62,7 @@ def test_sgd_equals_a_plain_loop(tmp_path):
 
     torch.manual_seed(0)
     loader = build_loader(r, CPU)
-    model = build_network(r, loader, CPU)
+    model = build_network(r, loader.classes, loader.channels, CPU)
     opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
     step, losses = 0, []
     for epoch in range(2):
@@ -469,7 +469,7 @@ def test_a_budget_that_is_too_small_is_told_with_its_recipe(tmp_path, monkeypatc
 def test_the_share_of_perturbed_weights_counts_steps_of_one_pass(tmp_path):
     """The first quarter of the steps: the first half of the first epoch."""
     summary = train(recipe("ssam-c"), tmp_path / "run", device=CPU)
-    model = build_network(recipe("ssam-c"), build_loader(recipe("ssam-c"), CPU), CPU)
+    model = build_network(recipe("ssam-c"), 10, 1, CPU)
     sizes = {name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()}
     behind = (sizes["layer3"] + sizes["head"]) / sum(sizes.values())
     first, second = RunDirectory(tmp_path / "run").metrics()
@@ -487,7 +487,7 @@ def test_the_share_of_perturbed_weights_counts_full_steps(tmp_path):
     """Every fourth, of twelve in an epoch."""
     settings = [*EVENLY, "mask.full=0.25", "mask.full_rho=0.3"]
     summary = train(recipe("ssam-c", *settings), tmp_path / "run", device=CPU)
-    model = build_network(recipe("ssam-c"), build_loader(recipe("ssam-c"), CPU), CPU)
+    model = build_network(recipe("ssam-c"), 10, 1, CPU)
     sizes = {name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()}
     behind = (sizes["layer3"] + sizes["head"]) / sum(sizes.values())
     assert summary["perturbed"] == pytest.approx(0.75 * behind + 0.25)

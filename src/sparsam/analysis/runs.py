@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader, Subset
 
 from sparsam.analysis.objective import Objective
 from sparsam.randomness import random_generator
+from sparsam.runs.build import build_loader, build_network
 from sparsam.runs.checkpoint import load_checkpoint
 from sparsam.runs.directory import RunDirectory
 from sparsam.selection import Selection
-from sparsam.training.build import build_loader, build_network
 
 
 def load_objective(
@@ -45,7 +45,7 @@ def load_objective(
     if data_root is not None:
         recipe = replace(recipe, data=replace(recipe.data, root=str(data_root)))
     loader = build_loader(recipe, device)
-    model = build_network(recipe, loader, device)
+    model = build_network(recipe, loader.classes, loader.channels, device)
     saved = load_checkpoint(directory.best if best else directory.last, device)
     model.load_state_dict(saved["model"])
     images: Any = loader.samples()

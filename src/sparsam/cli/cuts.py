@@ -16,9 +16,10 @@ from sparsam.masks import BudgetMask
 from sparsam.masks.budget import choose_cut, step_limit
 from sparsam.replay.costs import cut_costs
 from sparsam.replay.cuts import PASSES, WARM_UP, Cut
+from sparsam.runs.build import build_loss, build_network
 from sparsam.sam import SAM
 from sparsam.training import Recipe, load_recipe, recipe_from
-from sparsam.training.build import build_base, build_loss, build_network
+from sparsam.training.build import build_base
 from sparsam.training.environment import processor
 from sparsam.training.trainer import AUTOCAST
 
@@ -70,7 +71,7 @@ def measure(recipe: Recipe, images: Images, device: torch.device, budget: float 
     if device.type == "cuda":
         torch.cuda.set_device(device)  # whose events take the time
         torch.backends.cudnn.benchmark = not recipe.train.deterministic  # as the trainer does
-    network = build_network(recipe, images, device)  # type: ignore[arg-type]  # of the data it asks for their shape
+    network = build_network(recipe, images.classes, images.channels, device)
     layout = torch.channels_last if recipe.train.channels_last else torch.contiguous_format
     x = torch.randn(recipe.data.batch_size, images.channels, images.size, images.size, device=device)
     x = x.contiguous(memory_format=layout)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparsam.data import Augmentation, FolderLoader, Loader, ResidentLoader, load_cifar, load_digits
+from sparsam.data import Loader
 from sparsam.masks import BudgetMask, DynamicMask, FisherMask, Mask, NormMask, RandomMask
-from sparsam.models import build_model
 from sparsam.randomness import random_generator
 from sparsam.runs.recipe import Recipe
 from sparsam.sam import SAM
@@ -21,46 +19,6 @@ BASES: dict[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
 }
-
-
-def build_network(recipe: Recipe, loader: Loader, device: torch.device) -> nn.Module:
-    """Build the network, where and as it will train."""
-    model = build_model(recipe.model.name, loader.classes, channels=loader.channels, stem=recipe.model.stem).to(device)
-    if recipe.train.channels_last:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if recipe.train.compile:
-        for stage in model.children():
-            for block in stage.children() if isinstance(stage, nn.Sequential) else [stage]:
-                block.compile()
-    return model
-
-
-def build_loader(recipe: Recipe, device: torch.device) -> Loader:
-    """Open the data."""
-    settings, seed = recipe.data, recipe.train.seed
-    if settings.name == "imagefolder":
-        return FolderLoader(
-            settings.root,
-            settings.batch_size,
-            image_size=settings.image_size,
-            resize=settings.resize,
-            workers=settings.workers,
-            validation=settings.validation,
-            validation_seed=settings.validation_seed,
-            skip_corrupt=settings.skip_corrupt,
-            seed=seed,
-            device=device,
-        )
-    data = load_digits() if settings.name == "digits" else load_cifar(settings.name, settings.root)
-    if settings.validation:
-        data = data.with_validation(settings.validation, settings.validation_seed)
-    augmentation = Augmentation(settings.crop_padding, settings.flip, settings.cutout, settings.cutout_probability)
-    return ResidentLoader(data, settings.batch_size, augmentation, seed=seed, device=device)
-
-
-def build_loss(recipe: Recipe) -> Any:
-    """Return the training loss."""
-    return functools.partial(F.cross_entropy, label_smoothing=recipe.train.label_smoothing)
 
 
 def build_mask(recipe: Recipe, model: nn.Module, loader: Loader, kind: str = "") -> Mask | None:

@@ -24,12 +24,13 @@ from torch.nn import functional as F
 from sparsam.cuda_graph import CapturedStep
 from sparsam.errors import need
 from sparsam.masks import BudgetMask, StepKind
+from sparsam.runs.build import build_loader, build_loss, build_network
 from sparsam.runs.checkpoint import load_checkpoint, save_checkpoint
 from sparsam.runs.directory import RunDirectory
 from sparsam.runs.recipe import Recipe
 from sparsam.runs.step_time import step_time
 from sparsam.sam import SAM
-from sparsam.training.build import build_loader, build_loss, build_network, build_optimizer
+from sparsam.training.build import build_optimizer
 from sparsam.training.environment import describe_environment
 from sparsam.training.flops import theoretical_flops
 from sparsam.training.mask_history import MaskHistory
@@ -63,7 +64,7 @@ class Trainer:
             need("tensorboard", "TensorBoard events", extra="tensorboard")
 
         self.loader = build_loader(recipe, self.device)
-        self.model = build_network(recipe, self.loader, self.device)
+        self.model = build_network(recipe, self.loader.classes, self.loader.channels, self.device)
         captured = recipe.train.cuda_graph and self.device.type == "cuda" and recipe.train.precision != "fp16"
         self.opt = build_optimizer(recipe, self.model, self.loader, captured=captured)
         self.loss_fn = build_loss(recipe)
