@@ -11,11 +11,11 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from sparsam.checks import differences
 from sparsam.errors import UserError
-from sparsam.randomness import random_state, set_random_state
+from sparsam.randomness import get_rng_state, set_rng_state
 from sparsam.runs.directory import RunDirectory
 from sparsam.runs.recipe import BUDGET_KEYS, Recipe, RecipeError, load_recipe
+from sparsam.settings import differences
 from sparsam.training.progress import Progress
 from sparsam.training.trainer import Interrupted, Trainer, new_run, old_run, stopping_on_signals
 
@@ -128,19 +128,19 @@ class _Turns:
         run.shared = not alone
         self._steps = run.steps()
         self._stream = None if alone else _stream(device)
-        self._random = random_state([device])
+        self._random = get_rng_state([device])
 
     def take(self) -> None:
         """Take one step."""
         if self.alone:
             next(self._steps)
             return
-        set_random_state(self._random)
+        set_rng_state(self._random)
         with torch.cuda.stream(self._stream):
             try:
                 next(self._steps)
             finally:
-                self._random = random_state([self.device])
+                self._random = get_rng_state([self.device])
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream | None:
