@@ -25,7 +25,7 @@ from sparsam.report.landscape_figure import draw_figures
 from sparsam.report.landscape_page import write_page
 from sparsam.runs.checkpoint import CheckpointError
 from sparsam.runs.directory import RunDirectory
-from sparsam.training.trainer import Interrupted, stopping_on_signals
+from sparsam.training.interrupt import Interrupted, stopping_on_signals
 
 NAMES = {1: "landscape-line", 2: "landscape"}  # lines and planes lie beside each other
 SHARED = ("dimensions", "points", "range", "directions", "seed", "precision")

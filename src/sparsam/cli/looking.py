@@ -244,7 +244,7 @@ def _results(
 ) -> list[dict[str, Any]]:
     """Measure runs one by one, or read what was measured before, which must be of the same settings."""
     from sparsam.analysis.results import check_shared, read_result
-    from sparsam.training.trainer import Interrupted
+    from sparsam.training.interrupt import Interrupted
 
     if redraw:
         check_redraw(context)
@@ -322,7 +322,7 @@ def find_device(name: str | None) -> Any:
     """Return a device by its name; the default is a GPU if there is one."""
     import torch
 
-    from sparsam.training.trainer import default_device
+    from sparsam.training.environment import default_device
 
     if name is None:
         return default_device()

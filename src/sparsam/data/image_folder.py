@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from sparsam.checks import check_whole
 from sparsam.data.augment import normalise
-from sparsam.data.images import validation_split
+from sparsam.data.images import shuffled, validation_split
 from sparsam.data.loaders import AUGMENT, ORDER, Batch
 from sparsam.errors import UserError, UserValueError, need
 from sparsam.randomness import random_generator
@@ -83,6 +83,11 @@ class ImageFolder(NamedTuple):
         """Return the data with `count` training images, drawn at random, in place of the test images."""
         held_out, rest = validation_split(len(self.train), count, seed, "the image folder")
         return self._replace(train=self.train.take(rest.numpy()), test=self.train.take(held_out.numpy()))
+
+    def limited(self, count: int) -> ImageFolder:
+        """Return at most `count` images to train on and as many to evaluate on, the first of a fixed shuffle."""
+        train, test = (files.take(shuffled(len(files))[:count].numpy()) for files in (self.train, self.test))
+        return self._replace(train=train, test=test)
 
 
 def load_image_folder(root: str | Path) -> ImageFolder:
@@ -156,6 +161,7 @@ class FolderLoader:
         workers: Processes that decode; 0: this one does.
         validation: Evaluate on so many training images, drawn at random, in place of val/; 0: on val/.
         validation_seed: Which ones.
+        limit: At most so many images to train on, and as many to evaluate on; None: all.
         skip_corrupt: Take the next image, with a warning, where one cannot be decoded. In an evaluation too, where that
             image then counts twice.
     """
@@ -174,6 +180,7 @@ class FolderLoader:
         workers: int = 4,
         validation: int = 0,
         validation_seed: int = 0,
+        limit: int | None = None,
         skip_corrupt: bool = False,
     ) -> None:
         need("PIL.Image", "image folders", extra="train")  # here, and not only in a worker
@@ -185,6 +192,8 @@ class FolderLoader:
         data = load_image_folder(root)
         if validation:
             data = data.with_validation(validation, validation_seed)
+        if limit is not None:
+            data = data.limited(limit)
         if batch_size > len(data.train):
             raise ImageFolderError(
                 f"data.batch_size must be at most the number of training images in {data.train.folder}, "

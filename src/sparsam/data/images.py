@@ -10,7 +10,7 @@ from torch import Tensor
 from sparsam.errors import UserValueError
 from sparsam.randomness import random_generator
 
-SPLIT = 2  # tells these random numbers from those of the loaders
+SPLIT, LIMIT = 2, 3  # tell these random numbers from those of the loaders
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,11 @@ class ImageData:
         held_out, rest = validation_split(len(self.train), count, seed, self.name)
         return replace(self, train=self.train[rest], test=self.train[held_out])
 
+    def limited(self, count: int) -> ImageData:
+        """Return at most `count` images to train on and as many to evaluate on, the first of a fixed shuffle."""
+        train, test = (images[shuffled(len(images))[:count]] for images in (self.train, self.test))
+        return replace(self, train=train, test=test)
+
     def to(self, device: torch.device) -> ImageData:
         """Return the same data on another device."""
         return replace(self, train=self.train.to(device), test=self.test.to(device))
@@ -63,3 +68,8 @@ def validation_split(total: int, count: int, seed: int, name: str) -> tuple[Tens
         raise UserValueError(f"data.validation must be between 1 and {total - 1} for {name}, but is {count}")
     order = torch.randperm(total, generator=random_generator(seed, SPLIT))
     return order[:count].sort().values, order[count:].sort().values
+
+
+def shuffled(total: int) -> Tensor:
+    """Return indices in a fixed order, the same for every run."""
+    return torch.randperm(total, generator=random_generator(0, LIMIT))
