@@ -34,9 +34,10 @@ coverage: $(READY)  ## which lines of src the tests run
 test-page: $(READY)  ## the report page in a real browser (needs chromium and chromedriver; `make test` skips it without)
 	$(BIN)/python -m pytest tests/test_report_page.py tests/test_commands.py tests/test_landscape.py -k page
 
-lint: $(READY)  ## ruff: lint and format
+lint: $(READY)  ## ruff: lint and format; the width of Markdown lines
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest --quiet tests/test_docs.py -k lines_are_short
 
 types: $(READY)  ## mypy --strict on src
 	$(BIN)/mypy --strict src

@@ -1,11 +1,10 @@
-"""The cases that generic tests run over. A new mask or base optimizer joins every battery by being named here."""
+"""The cases that generic tests run over. A mask, ascent, schedule or base joins every battery by one line here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import NamedTuple
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -81,17 +80,28 @@ MASKS: dict[str, Callable[[Task], sparsam.Mask | None]] = {
     "dynamic-random": lambda t: sparsam.DynamicMask(0.2, interval=3, total_steps=STEPS, criterion="random"),
     "norm": lambda t: sparsam.NormMask(t.model),
     "nm": lambda t: sparsam.NMMask(2, 4, magnitude, interval=3),
-    "budget": lambda t: sparsam.BudgetMask(t.model, cut="3"),
-    "budget-full": lambda t: sparsam.BudgetMask(t.model, cut="4", full=0.4, full_rho=0.2),
-    "budget-whole": lambda t: sparsam.BudgetMask(t.model, cut="3", norm="whole", full=0.3),
-    "budget-fisher": lambda t: sparsam.BudgetMask(t.model, cut="3", within=MASKS["fisher"](t)),
-    "budget-momentum": lambda t: sparsam.BudgetMask(
-        t.model, cut="3", total_steps=STEPS, late_share=0.5, momentum_rho=0.3
-    ),
-    "budget-dynamic": lambda t: sparsam.BudgetMask(t.model, cut="1", within=MASKS["dynamic"](t), full=0.3),
+    "suffix": lambda t: sparsam.SuffixMask(t.model, "3"),
+    "suffix-fisher": lambda t: sparsam.SuffixMask(t.model, "3", inner=MASKS["fisher"](t)),
+    "suffix-dynamic": lambda t: sparsam.SuffixMask(t.model, "1", inner=MASKS["dynamic"](t)),
 }
 
-NEED_CLOSURES = {"budget-momentum"}
+ASCENTS: dict[str, Callable[[], sparsam.Ascent | None]] = {
+    "none": lambda: None,
+    "gradient": lambda: sparsam.GradientAscent(),
+    "friendly": lambda: sparsam.FriendlyAscent(),
+    "friendly-half": lambda: sparsam.FriendlyAscent(sigma=0.5, decay=0.9),
+    "momentum": lambda: sparsam.MomentumAscent(0.3),
+    "momentum-group": lambda: sparsam.MomentumAscent(),
+}
+
+SCHEDULES: dict[str, Callable[[], sparsam.Schedule | None]] = {
+    "none": lambda: None,
+    "every-step": lambda: sparsam.EveryStep(),
+    "every-nth": lambda: sparsam.EveryNth(2),
+    "last-steps": lambda: sparsam.LastSteps(0.5, STEPS),
+    "last-steps-friendly": lambda: sparsam.LastSteps(0.4, STEPS, before=sparsam.FriendlyAscent(0.5)),
+    "last-steps-momentum": lambda: sparsam.LastSteps(0.6, STEPS, before=sparsam.MomentumAscent(0.3)),
+}
 
 SPARSE: dict[str, Callable[[Task, float], sparsam.Mask]] = {
     "random": lambda t, s: sparsam.RandomMask(s, interval=2),
@@ -109,11 +119,52 @@ BASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
 }
 
 
-def optimizer(t: Task, mask: str = "none", base: str = "SGD", **overrides) -> SAM:
+class Policy(NamedTuple):
+    """The names of a mask, an ascent, a schedule and a base optimizer."""
+
+    mask: str = "none"
+    ascent: str = "none"
+    schedule: str = "none"
+    base: str = "SGD"
+
+    def __str__(self) -> str:
+        return "+".join(part for part in self if part != "none")
+
+    @property
+    def always_one_pass(self) -> bool:
+        ascent = ASCENTS[self.ascent]()
+        return ascent is not None and ascent.passes == 1 and self.schedule in ("none", "every-step", "every-nth")
+
+    @property
+    def has_base_steps(self) -> bool:
+        """Whether some steps need no closure's second call."""
+        return self.schedule not in ("none", "every-step") or self.always_one_pass
+
+
+def policies() -> list[Policy]:
+    """Every mask, ascent, schedule and base at least once, and the pairs that meet."""
+    cases = [Policy(mask=mask, base=base) for mask in MASKS for base in BASES]
+    cases += [Policy(ascent=ascent, base=base) for ascent in ASCENTS for base in BASES]
+    cases += [Policy(schedule=schedule) for schedule in SCHEDULES]
+    two_passes = [name for name in ASCENTS if not Policy(ascent=name).always_one_pass]
+    cases += [Policy(mask, ascent) for mask in ("random", "fisher", "dynamic", "suffix") for ascent in two_passes]
+    cases += [
+        Policy(mask, "friendly", schedule) for mask in ("none", "dynamic", "suffix-fisher") for schedule in SCHEDULES
+    ]
+    cases += [Policy("none", "momentum", schedule) for schedule in ("every-nth", "last-steps")]
+    return [case for case in dict.fromkeys(cases) if not _without_momentum(case)]
+
+
+def _without_momentum(case: Policy) -> bool:
+    return case.base == "Adagrad" and (case.ascent.startswith("momentum") or case.schedule.endswith("momentum"))
+
+
+def optimizer(
+    t: Task, mask: str = "none", base: str = "SGD", ascent: str = "none", schedule: str = "none", **overrides
+) -> SAM:
     cls, arguments = BASES[base]
-    if mask == "budget-momentum" and base == "Adagrad":
-        pytest.skip("Adagrad has no momentum")
-    options = {"rho": 0.1, "mask": MASKS[mask](t), "model": t.model, **arguments, **overrides}
+    policy = {"mask": MASKS[mask](t), "ascent": ASCENTS[ascent](), "schedule": SCHEDULES[schedule]()}
+    options = {"rho": 0.1, "model": t.model, **policy, **arguments, **overrides}
     return SAM(t.model.parameters(), cls, **options)
 
 

@@ -122,7 +122,7 @@ class Reference:
             p.copy_(torch.from_numpy(values).view(p.shape))
 
 
-class BehindReference(Reference):
+class SuffixReference(Reference):
     """Divides by the norm of what is perturbed, as behind a cut."""
 
     def perturbed(self, w: list[Vector], g: list[Vector], m: list[Vector], rho: float | None = None) -> list[Vector]:
@@ -139,7 +139,7 @@ def check_step(reference: Reference, model: nn.Module, step: Callable[[], torch.
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def behind_cut(model: nn.Module, cut: int) -> list[Vector]:
+def suffix_masks(model: nn.Module, cut: int) -> list[Vector]:
     """Return the mask of a Sequential's parameters from the module with this number on."""
     return [np.full(p.numel(), int(name.split(".")[0]) >= cut) for name, p in model.named_parameters()]
 

@@ -1,9 +1,10 @@
-"""Every Python block in README and docs runs."""
+"""The pages: every Python block runs, every link leads somewhere, lines are short."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,32 +13,32 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from cases import task
-from sparsam import SAM, Cut
-from sparsam.models import build_model
+from sparsam import SAM
+from sparsam.models.resnet import BasicBlock, ResNet
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "results" / "README.md"])
+WIDTH = 120
+README_LINES = 130
 BLOCKS = [
     pytest.param(block, id=f"{page.name}-{i}")
     for page in PAGES
-    for i, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+    for i, block in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE))
 ]
 
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_block(block, tmp_path, monkeypatch):
     t = task(torch.float32, samples=256)
+    model = t.model
+    if '"layer' in block:
+        model = ResNet(BasicBlock, (1, 1, 1, 1), classes=3, width=4, channels=1)
     monkeypatch.chdir(tmp_path)  # some write files
-    # No test depends on a clock.
-    monkeypatch.setattr("sparsam.behind.cut_costs", lambda *_, **__: {Cut("3", 0.9, 0.2): 1.2})
-    if "ddp_model" in block:  # one process is enough to see that the names are right
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
-    opt = SAM(t.model.parameters(), torch.optim.SGD, rho=0.1, model=t.model, lr=0.05)
+    opt = SAM(model.parameters(), torch.optim.SGD, rho=0.1, model=model, lr=0.05)
     names = {
         "torch": torch,
         "SAM": SAM,
-        "model": t.model,
+        "model": model,
         "loss_fn": F.cross_entropy,
         "dataset": t.dataset,
         "loader": DataLoader(t.dataset, batch_size=64),
@@ -46,27 +47,68 @@ def test_block(block, tmp_path, monkeypatch):
         "x": t.x,
         "y": t.y,
         "micro_batches": [(t.x[:100], t.y[:100]), (t.x[100:], t.y[100:])],
-        "closure": t.closure(opt),
         "scaler": torch.amp.GradScaler("cpu"),
         "device": "cpu",
         "path": tmp_path / "checkpoint.pt",
     }
-    if "layer2" in block:
-        names["model"] = build_model("resnet-small", 10)
-    if "ddp_model" in block:
-        names["ddp_model"] = torch.nn.parallel.DistributedDataParallel(t.model)
-    before = [p.detach().clone() for p in t.model.parameters()]
+
+    def closure():
+        names["opt"].zero_grad()  # the block may have made its own
+        loss = F.cross_entropy(model(t.x), t.y)
+        loss.backward()
+        return loss
+
+    names["closure"] = closure
+    distributed = "ddp_model" in block
+    if distributed:  # one process is enough to see that the names are right
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
+        names["ddp_model"] = torch.nn.parallel.DistributedDataParallel(model)
+    before = [p.detach().clone() for p in model.parameters()]
     try:
-        exec(block, names)
+        exec(compile(block, "<block>", "exec", dont_inherit=True), names)
+        if names["opt"] is not opt and not re.search(r"\bopt\.\w*step\(", block):
+            names["opt"].step(closure)  # an optimizer that is only built on the page works too
     finally:
-        if "ddp_model" in block:
+        if distributed:
+            names.pop("ddp_model")
             torch.distributed.destroy_process_group()
-    if ".step(" in block or "_step(" in block:
-        assert any(not torch.equal(a, b) for a, b in zip(before, t.model.parameters(), strict=True))
+    if names["opt"] is not opt or "step(" in block:
+        assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
-        if not target.startswith("http"):
-            assert (page.parent / target).exists(), target
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text()):
+        if target.startswith("http"):
+            continue
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        if anchor:
+            assert anchor in _anchors(file), f"{target}#{anchor}"
+
+
+def _anchors(page: Path) -> set[str]:
+    """What headings are called in links, by GitHub's rule."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_lines_are_short(page):
+    too_long = [f"{number}: {len(line)} columns" for number, line in _prose(page) if len(line) > WIDTH]
+    assert not too_long, f"{page.relative_to(ROOT)} has lines of more than {WIDTH} columns"
+
+
+def _prose(page: Path) -> Iterator[tuple[int, str]]:
+    """Lines that are neither code nor rows of a table."""
+    in_code = False
+    for number, line in enumerate(page.read_text().splitlines(), start=1):
+        if line.startswith("```"):
+            in_code = not in_code
+        elif not in_code and not line.startswith(("    ", "|")):
+            yield number, line
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES

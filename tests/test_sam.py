@@ -239,7 +239,7 @@ def test_the_model_carries_nothing():
     opt = optimizer(t, "fisher")
     opt.step(t.closure(opt))
     assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in t.model.modules())
-    assert not opt._saved
+    assert not opt._perturber.saved
 
 
 class OwnNorm(nn.BatchNorm1d):

@@ -2,9 +2,10 @@
 
 __version__ = "0.1.0"
 
+from sparsam.ascents import Ascent, FriendlyAscent, GradientAscent, MomentumAscent
+from sparsam.cuda_graph import CapturedStep
 from sparsam.fisher import diagonal_fisher
 from sparsam.masks import (
-    BudgetMask,
     DenseMask,
     DynamicMask,
     FisherMask,
@@ -12,27 +13,38 @@ from sparsam.masks import (
     NMMask,
     NormMask,
     RandomMask,
+    SuffixMask,
     TopKMask,
 )
-from sparsam.replay.cuts import Cut, find_cuts
+from sparsam.replay import Cut, find_cuts
 from sparsam.rho import ConstantRho, CosineRho, InverseSqrtRho, ProportionalRho
 from sparsam.sam import SAM
+from sparsam.schedules import EveryNth, EveryStep, LastSteps, Schedule
 
 __all__ = [
     "SAM",
-    "BudgetMask",
+    "Ascent",
+    "CapturedStep",
     "ConstantRho",
     "CosineRho",
     "Cut",
     "DenseMask",
     "DynamicMask",
+    "EveryNth",
+    "EveryStep",
     "FisherMask",
+    "FriendlyAscent",
+    "GradientAscent",
     "InverseSqrtRho",
+    "LastSteps",
     "Mask",
+    "MomentumAscent",
     "NMMask",
     "NormMask",
     "ProportionalRho",
     "RandomMask",
+    "Schedule",
+    "SuffixMask",
     "TopKMask",
     "__version__",
     "diagonal_fisher",

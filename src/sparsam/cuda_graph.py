@@ -4,25 +4,35 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sparsam.masks.base import StepKind
+from sparsam.ascents import Ascent
 from sparsam.sam import SAM
 from sparsam.selection import Selection
 
 WARM_UP = 3
 
 
+class _Graph(NamedTuple):
+    """A captured step."""
+
+    graph: torch.cuda.CUDAGraph
+    loss: Tensor  # where it leaves the loss
+    moved: Selection | None  # what it perturbs
+
+
 class CapturedStep:
     """Takes steps like `opt.step(closure)`, from a CUDA graph wherever that is possible.
 
-    The first steps run eagerly, as do those that make a mask; the graph is captured after them, and again if an update
-    changes which tensors the mask is made of, if weights are frozen or freed, and after `load_state_dict()`. A mask
-    with several kinds of steps has a graph for each kind. A step that draws random numbers cannot be captured (its two
-    passes could not be made to draw the same ones): it stays eager, and `eager_because` says so.
+    The first steps run eagerly, as do those that make a mask. The graph is captured after them. It is captured again if
+    an update changes which tensors the mask is made of, if weights are frozen or freed, and after `load_state_dict()`.
+    A schedule with several ascents has a graph for each, and one for base steps. A step that draws random numbers
+    cannot be captured, because its two passes could not be made to draw the same ones: it stays eager, and
+    `eager_because` says so.
 
     The closure must read its batch from tensors that stay where they are, and the learning rate and rho must be device
     tensors if they change.
@@ -36,30 +46,34 @@ class CapturedStep:
         self.opt, self.closure = opt, closure
         self.eager_because: str | None = None
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # of eager steps: not the default one
-        self._taken: Counter[StepKind | None] = Counter()
-        self._graphs: dict[StepKind | None, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._captured_for: tuple[Selection | None, object] = None, None
-        if isinstance(opt, SAM):
-            opt.captured = True
+        self._taken: Counter[Ascent | None] = Counter()
+        self._graphs: dict[Ascent | None, _Graph] = {}
+        self._selection: Selection | None = None  # what the graphs read: the mask ...
+        self._inputs: object = None  # ... and plain values
 
     def __call__(self) -> Tensor:
         """Take a step; return the loss, in a tensor that the next step may overwrite."""
         sam = self.opt if isinstance(self.opt, SAM) else None
-        kind, selection = (sam.mask.kind(sam.steps), sam.selection) if sam else (None, None)
-        self._taken[kind] += 1
-        if self._taken[kind] <= WARM_UP or self.eager_because or (sam and sam.mask_is_due()):
+        ascent = sam._coming_ascent() if sam else None
+        self._taken[ascent] += 1
+        if self._taken[ascent] <= WARM_UP or self.eager_because or (sam and self._makes_mask(sam)):
             return self._eager()
-        inputs = sam and (sam.reloads, [p.requires_grad for group in sam.param_groups for p in group["params"]])
-        if selection is not self._captured_for[0] or inputs != self._captured_for[1]:
+        selection, trained = sam._perturber.graph_inputs(sam._params()) if sam else (None, None)
+        inputs = sam and sam._reloads, trained
+        if selection is not self._selection or inputs != self._inputs:
             self._graphs.clear()  # all of them: they share memory
-            self._captured_for = selection, inputs
-        if kind not in self._graphs:
-            self._graphs[kind] = self._capture()
-        graph, loss = self._graphs[kind]
-        graph.replay()
+            self._selection, self._inputs = selection, inputs
+        if ascent not in self._graphs:
+            self._graphs[ascent] = self._capture()
+        captured = self._graphs[ascent]
+        captured.graph.replay()
         if sam:
             sam.steps += 1
-        return loss
+            sam._perturber.moved = captured.moved
+        return captured.loss
+
+    def _makes_mask(self, sam: SAM) -> bool:
+        return sam.needs_second_pass and sam._perturber.mask_is_due(sam._params(), sam.steps)
 
     def _eager(self) -> Tensor:
         before = torch.get_rng_state(), torch.cuda.get_rng_state()
@@ -77,14 +91,15 @@ class CapturedStep:
         loss: Tensor = self.opt.step(self.closure)  # type: ignore[assignment, arg-type]
         return loss.detach()
 
-    def _capture(self) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Return a graph, and the tensor where it leaves the loss."""
+    def _capture(self) -> _Graph:
+        """Record a step, which takes none."""
+        sam = self.opt if isinstance(self.opt, SAM) else None
         graph = torch.cuda.CUDAGraph()
-        pool = next((other.pool() for other, _ in self._graphs.values()), None)  # one step runs at a time
-        steps = self.opt.steps if isinstance(self.opt, SAM) else 0
+        pool = next((other.graph.pool() for other in self._graphs.values()), None)  # one step runs at a time
+        steps = sam.steps if sam else 0
         # On a stream of its own: graphs of one stream share cuBLAS' workspace, and another run's may run beside it.
         with torch.cuda.graph(graph, pool=pool, stream=self._stream):
             loss = self._step()
-        if isinstance(self.opt, SAM):
-            self.opt.steps = steps  # a capture records a step and takes none
-        return graph, loss
+        if sam:
+            sam.steps = steps
+        return _Graph(graph, loss, sam._perturber.moved if sam else None)

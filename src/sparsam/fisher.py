@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sparsam.checks import check_choice, check_whole
 from sparsam.errors import UserValueError
-from sparsam.passes import looked_at
+from sparsam.passes import eval_mode
 
 METHODS = ("exact", "signs")
 SIGNS_CHUNK = 32  # larger chunks cost less and are noisier; docs/fisher.md has the figures
@@ -69,7 +69,7 @@ def diagonal_fisher(
     chunk = chunk_size or (SIGNS_CHUNK if method == "signs" else 1)
     signs = _random_signs(samples, generator) if method == "signs" else None
     total = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in params]
-    with looked_at(model), torch.enable_grad():
+    with eval_mode(model), torch.enable_grad():
         for start in range(0, samples, chunk):
             stop = min(start + chunk, samples)
             x, y = _slice((inputs, targets), start, stop)

@@ -1,10 +1,10 @@
-"""What the two passes of a step share: running statistics move once, random numbers are drawn once."""
+"""How the two passes of a step are run: buffers move once, random numbers are drawn once."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -12,78 +12,102 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparsam.errors import warn
 from sparsam.perturbation import restore, save
-from sparsam.randomness import RandomState, random_numbers_apart, random_state, set_random_state
-from sparsam.replay.calls import is_compiled
+from sparsam.randomness import RngState, fork_rng, get_rng_state, set_rng_state
 
 STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
+Closure = Callable[[], Any]
 
-class SecondPass:
-    """Lets the second pass of a step through a model see what the first one saw.
 
-    The second pass draws the random numbers of the first (dropout is the same function of the input in
-    both), and afterwards torch's generators stand where the first pass left them. The running statistics of
-    normalisation layers are those of the first pass alone.
+class Passes:
+    """Runs both passes of a step in full; :class:`sparsam.replay.ReplayedPasses` leaves out what it can.
 
-    The first pass starts where :meth:`mark` was called last. Without a model nothing is kept or changed.
+    The second pass draws the random numbers of the first, so that dropout is the same function of the input in both.
+    Afterwards torch's generators stand where the first pass left them. The running statistics of normalisation layers
+    are those of the first pass alone. Without a model nothing is kept or changed.
+
+    Args:
+        model: Whose buffers and devices.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
         self.model = model
-        self._statistics: list[SavedBuffers] = []
+        self._buffers: list[SavedBuffers] = []
         self._tracking: list[_BatchNorm] = []
-        self._spared: Collection[nn.Module] = ()
-        self._after_first: RandomState = {}
+        self._after_first: RngState = {}
         self._warned = False
-        self.mark()
+        self.start()
 
-    def mark(self) -> None:
-        """Note that the first pass starts here."""
-        self._before_first = self._random_state()
+    # ---------------------------------------------------------------------------- what replay does otherwise
 
-    def begin(self, spare: Collection[nn.Module] = ()) -> None:
-        """Start the second pass: random numbers from where the first pass started.
+    def first(self, closure: Closure) -> Any:
+        """Run the first pass, at w."""
+        return closure()
+
+    def second(self, closure: Closure, perturbed: Sequence[Tensor]) -> None:
+        """Run the second pass, at w + eps.
 
         Args:
-            spare: Modules that this pass is not going to call, so that there is nothing to keep of them.
+            closure: The pass.
+            perturbed: The parameters that eps was added to.
         """
-        self._spared = spare
+        closure()
+
+    def find_scope(self, params: Sequence[Tensor]) -> None:
+        """Find out, after the first pass, which parameters can be perturbed."""
+
+    def in_scope(self, params: Sequence[Tensor]) -> list[bool]:
+        """Return for each parameter whether it can be perturbed, as far as that is known."""
+        return [True] * len(params)
+
+    def forget(self) -> None:
+        """Let go of what the first pass left for the second."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what a resumed run needs: plain values."""
+        return {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Load what :meth:`state` returned."""
+
+    # --------------------------------------------------------------------------- buffers and random numbers
+
+    def start(self) -> None:
+        """Note that the first pass starts here."""
+        self._before_first = self._rng_state()
+
+    def begin_second(self) -> None:
+        """Start the second pass: random numbers from where the first pass started."""
         if self.model is not None:
-            self._keep([module for module in self.model.modules() if module not in spare])
-        self._after_first = self._random_state()
-        set_random_state(self._before_first)
+            self._keep_buffers(self.model.modules())
+        self._after_first = self._rng_state()
+        self._rewind()
 
-    def again(self) -> None:
-        """Start the second pass once more, with all modules."""
-        self.spare_nothing()
-        set_random_state(self._before_first)
+    def _rewind(self) -> None:
+        set_rng_state(self._before_first)
 
-    def spare_nothing(self) -> None:
-        """Keep the statistics of the spared modules too: they are going to be called after all."""
-        spared, self._spared = self._spared, ()
-        self._keep(list(spared))
-
-    def _keep(self, modules: list[nn.Module]) -> None:
+    def _keep_buffers(self, modules: Iterable[nn.Module]) -> None:
+        modules = list(modules)
         compiled = {part for module in modules if is_compiled(module) for part in module.modules()}
         tracking = [module for module in modules if module not in compiled and _tracks(module)]
         self._tracking += tracking
-        self._statistics.append(SavedBuffers([m for m in modules if m not in set(tracking)], STATISTICS))
+        self._buffers.append(SavedBuffers([m for m in modules if m not in set(tracking)], STATISTICS))
         for module in tracking:
             module.track_running_stats = False  # cheaper than to save the statistics and put them back
 
-    def end(self, *, complete: bool) -> None:
-        """End the second pass, or give it up: statistics and random numbers as the first pass left them.
+    def end_second(self, *, complete: bool) -> None:
+        """End the second pass, or give it up: buffers and random numbers as the first pass left them.
 
         A complete pass that drew another amount of random numbers than the first gives a warning, once.
         """
-        now, before, after = self._random_state(), self._before_first, self._after_first
-        for statistics in self._statistics:
-            statistics.restore()
+        now, before, after = self._rng_state(), self._before_first, self._after_first
+        for buffers in self._buffers:
+            buffers.restore()
         for module in self._tracking:
             module.track_running_stats = True
-        self._statistics, self._tracking, self._spared = [], [], ()
-        set_random_state(after)
-        self.mark()
+        self._buffers, self._tracking = [], []
+        set_rng_state(after)
+        self.start()
         differs = any(
             device in after
             and not torch.equal(state, after[device])
@@ -98,8 +122,8 @@ class SecondPass:
                 "from there on the second pass repeats torch's random numbers",
             )
 
-    def _random_state(self) -> RandomState:
-        return {} if self.model is None else random_state(p.device for p in self.model.parameters())
+    def _rng_state(self) -> RngState:
+        return {} if self.model is None else get_rng_state(p.device for p in self.model.parameters())
 
 
 class SavedBuffers:
@@ -122,14 +146,14 @@ class SavedBuffers:
 
 
 @contextmanager
-def no_trace(model: nn.Module) -> Iterator[None]:
-    """Let the block run a model without a trace in its buffers and torch's random numbers.
+def preserve_state(model: nn.Module) -> Iterator[None]:
+    """Let the block run a model; afterwards its buffers and torch's random numbers are what they were.
 
     The block works on copies of the buffers: a graph that has kept one of them does not find it changed.
     """
     places = _buffers(model.modules())
     copies = {buffer: buffer.clone() for _, _, buffer in places}
-    with random_numbers_apart({p.device for p in model.parameters()}):
+    with fork_rng({p.device for p in model.parameters()}):
         try:
             for module, name, buffer in places:
                 module._buffers[name] = copies[buffer]
@@ -140,10 +164,10 @@ def no_trace(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def looked_at(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Put a model into eval mode for the block, in which it may be run forward and backward; then it is as before."""
     modes = [(module, module.training) for module in model.modules()]
-    with no_trace(model):
+    with preserve_state(model):
         try:
             model.eval()
             for module in model.modules():
@@ -153,6 +177,11 @@ def looked_at(model: nn.Module) -> Iterator[None]:
         finally:
             for module, training in modes:
                 module.training = training
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Tell whether torch.compile has taken a module as a whole: calls of its parts cannot be seen."""
+    return module.__dict__.get("_compiled_call_impl") is not None or "_orig_mod" in module._modules
 
 
 def _tracks(module: nn.Module) -> TypeGuard[_BatchNorm]:

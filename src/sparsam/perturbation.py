@@ -45,7 +45,7 @@ def perturb(
     gives no perturbation.
 
     Args:
-        params, grads, selection, rhos: One of each for every tensor.
+        params, directions, selection, rhos: One of each for every tensor. A rho below 0 goes against the direction.
         adaptive: The perturbation of ASAM.
         norm: To divide by; default: that of all the gradients.
         guard: Make sure that a weight whose gradient is not finite stays as it is. That takes two more passes over the
@@ -74,7 +74,7 @@ def gradient_norm(params: Sequence[Tensor], grads: Sequence[Tensor], *, adaptive
     norms: list[Tensor] = []
     for indices in _buckets((None, g, i) for i, g in enumerate(grads)):
         bucket = [grads[i] for i in indices]
-        dtype = _accumulation_dtype(bucket[0])
+        dtype = accumulation_dtype(bucket[0])
         if adaptive:
             w = [params[i] for i in indices]
             flat = _flat_copies(bucket, dtype, like=w)[0] * _flat_copies(w, dtype)[0]
@@ -85,6 +85,27 @@ def gradient_norm(params: Sequence[Tensor], grads: Sequence[Tensor], *, adaptive
     widest = max((n.dtype for n in norms), key=lambda dtype: dtype.itemsize)
     together = torch.stack([n.to(device, widest) for n in norms])
     return torch.linalg.vector_norm(together)  # type: ignore[no-any-return]
+
+
+def blend(targets: Sequence[Tensor], sources: Sequence[Tensor], weight: Tensor, *, where: Tensor) -> None:
+    """Move targets towards sources in place, t <- t + weight (s - t), if `where` is true: the device decides.
+
+    Args:
+        targets, sources: Tensors of the same shapes; the targets are on one device and of one dtype each bucket.
+        weight: A number in a 0-d tensor.
+        where: A bool in a 0-d tensor. Where it is false the targets stay, also if a source is not finite.
+    """
+    for indices in _buckets((None, t, i) for i, t in enumerate(targets)):
+        bucket = [targets[i] for i in indices]
+        old, _ = _flat_copies(bucket, bucket[0].dtype)
+        new, views = _flat_copies([sources[i] for i in indices], old.dtype, like=bucket)
+        new.copy_(torch.where(where, torch.lerp(old, new, weight.to(old.dtype)), old))
+        torch._foreach_copy_(bucket, views)
+
+
+def accumulation_dtype(t: Tensor) -> torch.dtype:
+    """Return the dtype in which sums over a tensor are kept."""
+    return torch.float64 if t.dtype == torch.float64 else torch.float32
 
 
 def save(tensors: Iterable[Tensor]) -> list[Saved]:
@@ -111,7 +132,7 @@ def _perturbation(
     guard: bool,
 ) -> list[Tensor]:
     """Return eps for the tensors of one bucket."""
-    dtype = _accumulation_dtype(w[0])
+    dtype = accumulation_dtype(w[0])
     scale = (rho / norm).to(w[0].device)
     leave = ~((scale != 0) & (scale.abs() < torch.inf))  # true for a norm of 0, inf or NaN, and for rho = 0
     if not guard and not adaptive and all(mask is True for mask in m) and {t.dtype for t in (*w, *g)} == {dtype}:
@@ -166,10 +187,6 @@ def _dense_strides(t: Tensor) -> tuple[int, ...]:
     if t.is_contiguous(memory_format=torch.channels_last):
         return t.stride()
     return torch.empty_like(t, device="meta").stride()
-
-
-def _accumulation_dtype(t: Tensor) -> torch.dtype:
-    return torch.float64 if t.dtype == torch.float64 else torch.float32
 
 
 def _buckets(entries: Iterable[tuple[Hashable, Tensor, int]]) -> Iterable[list[int]]:

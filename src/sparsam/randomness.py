@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-RandomState = dict[torch.device, Tensor]
+RngState = dict[torch.device, Tensor]
 
 CPU = torch.device("cpu")
 
 
-def random_state(devices: Iterable[torch.device]) -> RandomState:
+def get_rng_state(devices: Iterable[torch.device]) -> RngState:
     """Return the states of the generators of the CPU and of the given devices."""
     states = {CPU: torch.get_rng_state()}
     for device in set(devices):
@@ -26,8 +26,8 @@ def random_state(devices: Iterable[torch.device]) -> RandomState:
     return states
 
 
-def set_random_state(states: RandomState) -> None:
-    """Put generators into the states that :func:`random_state` returned."""
+def set_rng_state(states: RngState) -> None:
+    """Put generators into the states that :func:`get_rng_state` returned."""
     for device, state in states.items():
         if device.type == "cpu":
             torch.set_rng_state(state)
@@ -36,20 +36,20 @@ def set_random_state(states: RandomState) -> None:
 
 
 @contextmanager
-def random_numbers_apart(devices: Iterable[torch.device], seed: int | None = None) -> Iterator[None]:
+def fork_rng(devices: Iterable[torch.device], seed: int | None = None) -> Iterator[None]:
     """Let the block draw what it wants: afterwards the generators stand where they stood.
 
     Args:
         devices: Whose generators, beside the CPU's.
         seed: Where the CPU's generator starts inside the block; None: where it stands.
     """
-    states = random_state(devices)
+    states = get_rng_state(devices)
     try:
         if seed is not None:
             torch.default_generator.manual_seed(seed)
         yield
     finally:
-        set_random_state(states)
+        set_rng_state(states)
 
 
 def random_generator(*seed: int, device: torch.device | str = "cpu") -> torch.Generator:

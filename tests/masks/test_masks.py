@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from cases import task
-from sparsam import SAM, BudgetMask, DynamicMask, FisherMask, NMMask, NormMask, RandomMask, TopKMask
+from sparsam import SAM, DynamicMask, FisherMask, NMMask, NormMask, RandomMask, SuffixMask, TopKMask
 from sparsam.selection import expand, flatten
 
 shapes = st.lists(st.sampled_from([(), (0,), (1,), (7,), (3, 5), (2, 2, 2, 2), (0, 3)]), min_size=1, max_size=6)
@@ -250,12 +250,12 @@ def test_repr_says_what_matters():
     assert repr(RandomMask(0.5, interval=3)) == "RandomMask(interval=3, sparsity=0.5)"
 
 
-def test_normalisation_layers_behind_a_cut():
+def test_normalisation_layers_of_a_suffix():
     t = task()
-    opt = SAM(t.model.parameters(), mask=BudgetMask(t.model, cut="3", within=NormMask(t.model)), lr=0.1)
+    opt = SAM(t.model.parameters(), mask=SuffixMask(t.model, "3", inner=NormMask(t.model)), lr=0.1)
     opt.step(t.closure(opt))
     names = [name for name, _ in t.model.named_parameters()]
     assert [name for name, m in zip(names, opt.masks(), strict=True) if m.any()] == ["4.weight", "4.bias"]
-    opt = SAM(t.model.parameters(), mask=BudgetMask(t.model, cut="8", within=NormMask(t.model)), lr=0.1)
-    with pytest.raises(ValueError, match=r"or none lies behind the cut of the BudgetMask around it$"):
+    opt = SAM(t.model.parameters(), mask=SuffixMask(t.model, "8", inner=NormMask(t.model)), lr=0.1)
+    with pytest.raises(ValueError, match=r"or none in the suffix of the mask around it$"):
         opt.step(t.closure(opt))

@@ -7,7 +7,6 @@ import copy
 import functools
 import gc
 import pickle
-import time
 import weakref
 from collections import Counter
 
@@ -24,12 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset
 
-import sparsam.behind
-import sparsam.replay.costs
 from cases import task
-from reference import BehindReference, behind_cut, check_step
-from sparsam import SAM, BudgetMask, DynamicMask, FisherMask, RandomMask
-from sparsam.replay.cuts import Cut, find_cuts
+from reference import SuffixReference, check_step, suffix_masks
+from sparsam import SAM, DynamicMask, FisherMask, RandomMask, SuffixMask, find_cuts
 
 CLIP = 0.05
 every_cut = pytest.mark.parametrize(("name", "cut"), EVERY_CUT)
@@ -37,7 +33,7 @@ small_cuts = pytest.mark.parametrize(("name", "cut"), [c for c in EVERY_CUT if c
 
 
 def sam(model: nn.Module, cut: str, *, adaptive: bool = False, **options) -> SAM:
-    mask = BudgetMask(model, cut=cut, **options)
+    mask = SuffixMask(model, cut, **options)
     return SAM(model.parameters(), torch.optim.SGD, rho=RHO, mask=mask, adaptive=adaptive, **BASE)
 
 
@@ -119,8 +115,8 @@ def test_any_cut_any_seed(name, data, seed, adaptive):
 def test_it_equals_the_slow_reference(cut, adaptive):
     t = task(dropout=0.25)
     twin = copy.deepcopy(t.model)
-    masks = behind_cut(twin, int(cut))
-    reference = BehindReference(
+    masks = suffix_masks(twin, int(cut))
+    reference = SuffixReference(
         twin,
         lambda model, k: F.cross_entropy(model(t.x), t.y),
         rho=RHO,
@@ -133,9 +129,9 @@ def test_it_equals_the_slow_reference(cut, adaptive):
         check_step(reference, t.model, lambda: opt.step(t.closure(opt)), seed=step)
 
 
-# ------------------------------------------------------------------------------------------- kinds of steps
+# ------------------------------------------------------------------------------------------- an inner mask
 
-WITHIN = {
+INNER = {
     "fisher": lambda model, batch, s: FisherMask(
         s, model, F.cross_entropy, TensorDataset(*batch), samples=4, interval=2
     ),
@@ -144,14 +140,14 @@ WITHIN = {
 }
 
 
-@pytest.mark.parametrize("within", WITHIN)
+@pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("sparsity", [0.0, 0.37, 0.9, 1.0])
-def test_a_mask_within_selects_exactly_its_share_of_what_lies_behind(within, sparsity):
+def test_an_inner_mask_selects_exactly_its_share_of_the_suffix(inner, sparsity):
     case, cut = CASES["vgg"], "8"
     model, batch = case.model(), case.batch()
     plain = Plain(copy.deepcopy(model), case.cuts[cut])
-    opt = sam(model, cut, within=WITHIN[within](model, batch, sparsity))
-    total, seen = sum(p.numel() for p in plain.behind), set()
+    opt = sam(model, cut, inner=INNER[inner](model, batch, sparsity))
+    total, seen = sum(p.numel() for p in plain.suffix), set()
     for step in range(5):
         torch.manual_seed(step)
         loss = opt.step(closure_of(model, opt.zero_grad, batch))
@@ -159,51 +155,11 @@ def test_a_mask_within_selects_exactly_its_share_of_what_lies_behind(within, spa
         masks = dict(zip(plain.model.parameters(), opt.masks(), strict=True))
         seen.add(pickle.dumps([m.tolist() for m in masks.values()]))
         assert not any(masks[p].any() for p in plain.before)
-        assert sum(int(masks[p].sum()) for p in plain.behind) == round((1 - sparsity) * total)
+        assert sum(int(masks[p].sum()) for p in plain.suffix) == round((1 - sparsity) * total)
         torch.manual_seed(step)
         loss = plain.step(closure_of(plain.model, plain.zero_grad, batch), masks=masks)
         assert differences(result, snapshot(plain.model, loss)) == []
     assert len(seen) == (1 if sparsity in (0, 1) else 3)  # made in steps 0, 2 and 4
-
-
-def test_the_norm_of_the_whole_gradient_is_estimated_from_the_step_before():
-    case, cut = CASES["vgg"], "8"
-    model, batch = case.model(), case.batch()
-    plain = Plain(copy.deepcopy(model), case.cuts[cut])
-    opt = sam(model, cut, norm="whole")
-    calls = count_calls(model)
-    for step in range(4):
-        torch.manual_seed(step)
-        result = snapshot(model, opt.step(closure_of(model, opt.zero_grad, batch)))
-        known = {} if step else {"norm": "whole"}
-        share = plain.length(plain.behind) / plain.length(list(plain.model.parameters())) if step else 1.0
-        torch.manual_seed(step)
-        loss = plain.step(closure_of(plain.model, plain.zero_grad, batch), share=share, **known)
-        assert differences(result, snapshot(plain.model, loss)) == []
-    assert calls["0"] == 4 + 1  # the first step has no estimate yet, and runs its second pass in full
-    assert calls["8"] == 8
-
-
-@pytest.mark.parametrize("full_rho", [None, 0.7])
-@pytest.mark.parametrize("norm", ["perturbed", "whole"])
-def test_some_steps_are_those_of_sam(full_rho, norm):
-    case, cut = CASES["vgg"], "8"
-    model, batch = case.model(), case.batch()
-    plain = Plain(copy.deepcopy(model), case.cuts[cut])
-    opt = sam(model, cut, full=0.25, full_rho=full_rho, norm=norm)
-    share = None
-    for step in range(9):
-        full = step % 4 == 3
-        torch.manual_seed(step)
-        result = snapshot(model, opt.step(closure_of(model, opt.zero_grad, batch)))
-        assert all(m.all() for m in opt.masks()) == full
-        torch.manual_seed(step)
-        options = {"everything": True, "rho": full_rho} if full else {}
-        if norm == "whole" and not full:
-            options = {"norm": "whole"} if share is None else {"share": share}
-        loss = plain.step(closure_of(plain.model, plain.zero_grad, batch), **options)
-        assert differences(result, snapshot(plain.model, loss)) == []
-        share = plain.length(plain.behind) / plain.length(list(plain.model.parameters()))
 
 
 # ------------------------------------------------------------------------------------------------ work saved
@@ -262,17 +218,16 @@ def test_a_step_leaves_no_trace_in_the_model(name, cut):
 
 DUPLICATES = {
     "deepcopy": lambda opt, model: copy.deepcopy((opt, model)),
-    "deepcopy of the optimizer": lambda opt, model: (twin := copy.deepcopy(opt), twin.mask.model),
+    "deepcopy of the optimizer": lambda opt, model: (twin := copy.deepcopy(opt), twin.mask.scope.model),
     "pickle": lambda opt, model: pickle.loads(pickle.dumps((opt, model))),
 }
 
 
 @pytest.mark.parametrize("duplicate", DUPLICATES)
-@pytest.mark.parametrize("norm", ["perturbed", "whole"])
-def test_copies_continue_alike(duplicate, norm):
+def test_copies_continue_alike(duplicate):
     case = CASES["vgg"]
     model, batch = case.model(), case.batch()
-    opt = sam(model, "8", norm=norm, full=0.2)
+    opt = sam(model, "8")
     for _ in range(2):
         opt.step(closure_of(model, opt.zero_grad, batch))
     pairs = [(opt, model), DUPLICATES[duplicate](opt, model)]
@@ -417,64 +372,3 @@ def test_distributed_ranks_agree_and_average_the_second_gradient(ranks, options)
     for results in ranks:
         calls = results[options][1]
         assert (calls["0"], calls["8"]) == (DDP_STEPS, 2 * DDP_STEPS)
-
-
-def choose_on_rank(rank: int, folder: str) -> None:
-    """Rank 0 measures a cut that fits; on rank 1 nothing fits."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    costs = {Cut("4", 0.9, 0.7): 1.7, Cut("8", 0.5, 0.2): 1.8 if rank else 1.2}
-    sparsam.behind.cut_costs = lambda *args, **options: costs
-    model = DistributedDataParallel(CASES["vgg"].model())
-    mask = BudgetMask(model, budget=1.4)
-    opt = SAM(model.parameters(), torch.optim.SGD, rho=RHO, mask=mask, **BASE)
-    opt.step(closure_of(model, opt.zero_grad, share_of(rank)))
-    torch.save(mask.cut, f"{folder}/rank{rank}.pt")
-    dist.destroy_process_group()
-
-
-@distributed
-def test_distributed_ranks_take_the_cut_that_rank_zero_chose(tmp_path):
-    mp.spawn(choose_on_rank, (str(tmp_path),), nprocs=2)
-    assert [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)] == ["8", "8"]
-
-
-def measure_on_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
-    model, batch = DistributedDataParallel(net), (torch.randn(32, 64), torch.randint(0, 64, (32,)))
-    find = sparsam.replay.costs.find_cuts
-
-    def found(*args, **options):
-        """What the ranks' clocks say differs: on rank 1 every cut seems to be too dear to look into."""
-        cuts = find(*args, **{**options, "passes": 0})
-        return [cut._replace(step=0.9 if rank else 0.9 - 0.1 * i) for i, cut in enumerate(cuts)]
-
-    def time_of(self, work):
-        work()
-        return 1.4 if "_two_passes" in work.__qualname__ else 1.0 if "closure" in work.__qualname__ else 0.0
-
-    sparsam.replay.costs.find_cuts, sparsam.replay.costs.Clock.time = found, time_of
-    mask = BudgetMask(model, budget=1.5)
-    opt = SAM(model.parameters(), torch.optim.SGD, rho=RHO, mask=mask, **BASE)
-    for _ in range(2):
-        opt.step(closure_of(model, opt.zero_grad, batch))
-    torch.save((mask.cut, net.state_dict()), f"{folder}/rank{rank}.pt")
-    dist.destroy_process_group()
-
-
-@distributed
-def test_distributed_ranks_measure_together(tmp_path):
-    """The ranks' clocks differ, and must not make them call their closures, which communicate, unequally often."""
-    processes = mp.spawn(measure_on_rank, (str(tmp_path),), nprocs=2, join=False)
-    deadline = time.monotonic() + 120
-    while not processes.join(timeout=5):
-        if time.monotonic() > deadline:
-            for process in processes.processes:
-                process.kill()
-            pytest.fail("the ranks wait for each other")
-    (cut, one), (other_cut, other) = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
-    assert cut == other_cut
-    assert all(torch.equal(one[name], other[name]) for name in one)

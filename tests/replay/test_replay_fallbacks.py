@@ -17,7 +17,7 @@ import torch
 from replay_models import BASE, RHO, Batch, Chain, Closure, Plain, closure_of, differences, loss_of, snapshot, vectors
 from torch import Tensor, nn
 
-from sparsam import SAM, BudgetMask, RandomMask
+from sparsam import SAM, RandomMask, SuffixMask
 
 # torch.compile looks at the gradients of a block's inputs, and torch says so once in each process.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -329,7 +329,7 @@ def run_replayed(situation: Situation, calls: list[str] | None = None, **options
         for name in ("stem.0", "blocks.0"):
             model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: calls.append(name))
     prepared = situation.prepare(model)
-    mask = BudgetMask(prepared, cut=situation.cut, **options)
+    mask = SuffixMask(prepared, situation.cut, **options)
     opt = SAM(prepared.parameters(), torch.optim.SGD, rho=RHO, mask=mask, **BASE)
     closure = situation.closure(prepared, opt.zero_grad, batch_of(situation))
     torch.manual_seed(1)
@@ -366,7 +366,7 @@ def test_what_gives_no_warning_saves_work(name):
 
 def chain() -> tuple[nn.Module, SAM, Closure]:
     model = build(Situation())
-    opt = SAM(model.parameters(), torch.optim.SGD, rho=RHO, mask=BudgetMask(model, cut="blocks.1"), **BASE)
+    opt = SAM(model.parameters(), torch.optim.SGD, rho=RHO, mask=SuffixMask(model, "blocks.1"), **BASE)
     return model, opt, closure_of(model, opt.zero_grad, vectors())
 
 
@@ -470,14 +470,11 @@ def test_parts_that_are_called_by_their_owner_s_owner_are_not_computed_twice():
     assert calls.count("stem.0") <= STEPS + 1  # a first step may find out
 
 
-@pytest.mark.parametrize("norm", ["perturbed", "whole"])
-def test_reentrant_checkpointing_before_the_cut(norm):
+def test_reentrant_checkpointing_before_the_cut():
     """The parameters inside are not in the graph, but before the cut all the same."""
     situation = Situation(lambda: nets.Checkpointed((0,), reentrant=True))
     model = build(situation)
-    opt = SAM(
-        model.parameters(), torch.optim.SGD, rho=RHO, mask=BudgetMask(model, cut=situation.cut, norm=norm), **BASE
-    )
+    opt = SAM(model.parameters(), torch.optim.SGD, rho=RHO, mask=SuffixMask(model, situation.cut), **BASE)
     closure = closure_of(model, opt.zero_grad, vectors())
     for _ in range(2):
         opt.step(closure)
@@ -520,7 +517,7 @@ def test_a_prefix_that_is_trained_later_stays_unperturbed(late_group):
     for p in prefix:
         p.requires_grad_(False)
     params = suffix if late_group else list(model.parameters())
-    mask = BudgetMask(model, cut="blocks.1", within=RandomMask(0.5))
+    mask = SuffixMask(model, "blocks.1", inner=RandomMask(0.5))
     opt = SAM(params, torch.optim.SGD, rho=RHO, mask=mask, **BASE)
     closure = closure_of(model, opt.zero_grad, vectors())
     count = round(0.5 * sum(p.numel() for p in suffix))
@@ -589,7 +586,7 @@ def test_values_that_were_not_kept_are_noticed_in_the_first_step():
     torch.manual_seed(0)
     model = DetachedAcross().double()
     plain = Plain(copy.deepcopy(model), ("a.", "b."))
-    opt = SAM(model.parameters(), torch.optim.SGD, rho=RHO, mask=BudgetMask(model, cut="c"), **BASE)
+    opt = SAM(model.parameters(), torch.optim.SGD, rho=RHO, mask=SuffixMask(model, "c"), **BASE)
     with pytest.warns(UserWarning, match="changed in place there, are used behind it") as record:
         for _ in range(3):
             result = snapshot(model, opt.step(closure_of(model, opt.zero_grad, vectors())))
@@ -604,14 +601,14 @@ def test_a_norm_inside_modules_on_both_sides_moves_as_in_two_whole_passes():
     model = nn.Sequential(
         nn.Sequential(nn.Linear(6, 8), norm), nn.Sequential(nn.ReLU(), norm), nn.Linear(8, 3)
     ).double()
-    opt = SAM(model.parameters(), torch.optim.SGD, rho=RHO, mask=BudgetMask(model, cut="1"), **BASE)
+    opt = SAM(model.parameters(), torch.optim.SGD, rho=RHO, mask=SuffixMask(model, "1"), **BASE)
     opt.step(closure_of(model, opt.zero_grad, vectors()))
     assert norm.num_batches_tracked == 2  # twice in one forward pass
 
 
 def test_a_suffix_that_is_frozen_later():
     model = Chain().double()
-    opt = SAM(model.parameters(), torch.optim.SGD, rho=RHO, mask=BudgetMask(model, cut="blocks.1"), **BASE)
+    opt = SAM(model.parameters(), torch.optim.SGD, rho=RHO, mask=SuffixMask(model, "blocks.1"), **BASE)
     closure = closure_of(model, opt.zero_grad, vectors())
     opt.step(closure)
     for name, p in model.named_parameters():
@@ -622,7 +619,7 @@ def test_a_suffix_that_is_frozen_later():
 
 def test_an_error_between_the_passes_leaves_nothing_behind():
     model = Chain().double()
-    opt = SAM(model.parameters(), torch.optim.SGD, rho=RHO, mask=BudgetMask(model, cut="blocks.1"), **BASE)
+    opt = SAM(model.parameters(), torch.optim.SGD, rho=RHO, mask=SuffixMask(model, "blocks.1"), **BASE)
 
     def without_backward():
         opt.zero_grad()
@@ -630,33 +627,12 @@ def test_an_error_between_the_passes_leaves_nothing_behind():
 
     with pytest.raises(RuntimeError, match="no parameter has a gradient"):
         opt.step(without_backward)
-    assert opt._behind.replay.recording is None
-
-
-def test_full_steps_alone_are_sam():
-    model = Chain().double()
-    plain = copy.deepcopy(model)
-    for m, mask in ((model, BudgetMask(model, cut="blocks.1", full=1.0)), (plain, None)):
-        opt = SAM(m.parameters(), torch.optim.SGD, rho=RHO, mask=mask, model=m, **BASE)
-        torch.manual_seed(0)
-        for _ in range(3):
-            opt.step(closure_of(m, opt.zero_grad, vectors()))
-        assert all(mask.all() for mask in opt.masks())
-        assert not opt.mask_is_due()
-    assert differences(snapshot(model), snapshot(plain)) == []
+    assert opt._passes.replay.recording is None
 
 
 def test_without_a_closure_a_cut_may_be_a_module_without_weights():
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).double()
-    opt = SAM(model.parameters(), torch.optim.SGD, rho=RHO, mask=BudgetMask(model, cut="1"), **BASE)
+    opt = SAM(model.parameters(), torch.optim.SGD, rho=RHO, mask=SuffixMask(model, "1"), **BASE)
     loss_of(model(vectors()[0]), vectors()[1]).backward()
     with pytest.warns(UserWarning, match="only step"), opt.perturbed():
         assert [bool(m.all()) for m in opt.masks()] == [False, False, True, True]
-
-
-def test_a_budget_without_a_closure_is_refused():
-    model = Chain().double()
-    opt = SAM(model.parameters(), torch.optim.SGD, rho=RHO, mask=BudgetMask(model), **BASE)
-    loss_of(model(vectors()[0]), vectors()[1]).backward()
-    with pytest.raises(RuntimeError, match=r"a budget is measured in step\(closure\), but this step has no closure"):
-        opt.first_step()

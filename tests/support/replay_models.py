@@ -23,7 +23,7 @@ Closure = Callable[[], Any]
 
 
 class Plain:
-    """SGD on the gradient at w + eps, eps = rho g / |g| over the parameters behind a cut: two whole passes.
+    """SGD on the gradient at w + eps, eps = rho g / |g| over the parameters of a suffix: two whole passes.
 
     Args:
         model: The network.
@@ -33,7 +33,7 @@ class Plain:
     def __init__(self, model: nn.Module, before: tuple[str, ...], *, rho: float = RHO, adaptive: bool = False) -> None:
         self.model, self.rho, self.adaptive = model, rho, adaptive
         self.before = [p for name, p in model.named_parameters() if name.startswith(before)]
-        self.behind = [p for name, p in model.named_parameters() if not name.startswith(before)]
+        self.suffix = [p for name, p in model.named_parameters() if not name.startswith(before)]
         self.sgd = torch.optim.SGD(model.parameters(), **BASE)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -49,10 +49,6 @@ class Plain:
         closure: Closure,
         *,
         clip: float | None = None,
-        norm: str = "perturbed",
-        share: Tensor | float = 1.0,
-        rho: float | None = None,
-        everything: bool = False,
         masks: dict[Tensor, Tensor] | None = None,
     ) -> Any:
         """Leave the gradient at w + eps in `.grad` and everything else as the first pass left it; return its loss.
@@ -60,29 +56,26 @@ class Plain:
         Args:
             closure: Clears the gradients and leaves new ones.
             clip: To which norm gradients are clipped in each pass.
-            norm: "perturbed" or "whole": whose norm, divided by share, eps is divided by.
-            rho: In place of the usual one.
-            everything: Perturb also what lies before the cut.
-            masks: Which weights of each parameter behind the cut are perturbed.
+            masks: Which weights of each parameter of the suffix are perturbed.
         """
         numbers = torch.get_rng_state()
         loss = closure()
         numbers_after = torch.get_rng_state()
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         params = list(self.model.parameters())
-        perturbed = params if everything else self.behind
+        perturbed = self.suffix
         if clip is not None:
             for p in self.before:  # a first pass that ends at the cut has nothing else to clip
                 p.grad = None
             nn.utils.clip_grad_norm_(params, clip)
 
         w = {p: p.detach().clone() for p in perturbed}
-        length = self.length(params if norm == "whole" else perturbed) / share
+        length = self.length(perturbed)
         with torch.no_grad():
             for p in perturbed:
                 if p.grad is not None and length > 0:
                     direction = p.grad * p.square() if self.adaptive else p.grad
-                    eps = direction * ((self.rho if rho is None else rho) / length)
+                    eps = direction * (self.rho / length)
                     p += eps if masks is None else eps.where(masks[p], -0.0)
 
         torch.set_rng_state(numbers)

@@ -20,11 +20,11 @@ from torch.nn import functional as F
 
 from cases import same
 from sparsam.analysis.runs import load_objective, run_mask
+from sparsam.runs.build import build_loader, build_network
 from sparsam.runs.checkpoint import CheckpointError, load_checkpoint
 from sparsam.runs.directory import RunDirectory
 from sparsam.runs.recipe import RecipeError
 from sparsam.training import Trainer, load_recipe, resume, train
-from sparsam.runs.build import build_loader, build_network
 from sparsam.training.comparison import compare_recipes
 from sparsam.training.progress import Progress
 from sparsam.training.trainer import Interrupted, new_run

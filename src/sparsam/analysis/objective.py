@@ -19,8 +19,8 @@ from sparsam.analysis.kernels import twice_differentiable
 from sparsam.analysis.products import HessianProduct
 from sparsam.checks import check_whole
 from sparsam.errors import UserTypeError, UserValueError
-from sparsam.passes import looked_at
-from sparsam.randomness import random_numbers_apart
+from sparsam.passes import eval_mode
+from sparsam.randomness import fork_rng
 from sparsam.replay.autograd_graph import tensors_in
 
 
@@ -54,7 +54,7 @@ class Objective:
         self.device = self.params[0].device
         self.batches: list[tuple[Any, Any]] = []
         self.sizes: list[int] = []
-        with random_numbers_apart({self.device}):  # which a loader that shuffles draws
+        with fork_rng({self.device}):  # which a loader that shuffles draws
             for batch in _batches(data, batch_size):
                 x, y = tree_map_only(Tensor, lambda t: t.to(self.device), _pair(batch))
                 size = next(len(t) for t in tensors_in(x) if t.dim())
@@ -78,7 +78,7 @@ class Objective:
             forward: What computes the outputs in place of the model.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        with looked_at(self.model), torch.no_grad():
+        with eval_mode(self.model), torch.no_grad():
             for x, y, share in self._weighted():
                 total += self._loss(x, y, forward).double() * share
         return total
@@ -86,7 +86,7 @@ class Objective:
     def gradient(self) -> list[Tensor]:
         """Return the gradient of f at w; where a parameter is not used, zeros."""
         total = [torch.zeros_like(p) for p in self.params]
-        with looked_at(self.model), torch.enable_grad():
+        with eval_mode(self.model), torch.enable_grad():
             for x, y, share in self._weighted():
                 loss = self._loss(x, y) * share
                 grads = torch.autograd.grad(loss, self.params, allow_unused=True, materialize_grads=True)
@@ -96,7 +96,7 @@ class Objective:
     def hessian_product(self, vector: Sequence[Tensor]) -> list[Tensor]:
         r"""Return :math:`\nabla^2 f(w)\, v` for one tensor v a parameter."""
         total = [torch.zeros_like(p) for p in self.params]
-        with looked_at(self.model), torch.enable_grad(), twice_differentiable(self.model):
+        with eval_mode(self.model), torch.enable_grad(), twice_differentiable(self.model):
             for x, y, share in self._weighted():
                 torch._foreach_add_(total, self.product(x, y, vector), alpha=share)
         return total

@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 
 from sparsam.analysis.fusion import traced_and_folded
 from sparsam.analysis.kernels import kernels
-from sparsam.randomness import random_generator, random_numbers_apart
+from sparsam.randomness import fork_rng, random_generator
 
 # ‖difference‖ / ‖H v‖ of the two forms by rounding, at most: of one model, and where BatchNorm is folded, so that some
 # activations come to lie on the other side of a ReLU's kink, which in float32 changes H v by about 1e-3.
@@ -71,7 +71,7 @@ class HessianProduct:
         generator = random_generator(0)
         vector = [torch.randn(p.shape, generator=generator).to(p) for p in self.params]
         with kernels():
-            with random_numbers_apart({p.device for p in self.params}):
+            with fork_rng({p.device for p in self.params}):
                 modules = _folded(self.model)  # first, since what a model keeps of a run may not be copied
                 reverse = self._reverse(x, y, vector)
 
@@ -90,7 +90,7 @@ class HessianProduct:
     def _distance(self, x: Any, y: Any, vector: list[Tensor], reverse: list[Tensor]) -> float:
         """Return the relative distance of the products in forward and in reverse mode, infinite if there is none."""
         try:
-            with random_numbers_apart({p.device for p in self.params}):
+            with fork_rng({p.device for p in self.params}):
                 forward = self._forward(x, y, vector)
         except torch.OutOfMemoryError:
             if self.folded is None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from sparsam.selection import Selection, expand, flatten, unflatten
-
-T = TypeVar("T")
 
 
 def of_rank_zero(selection: Sequence[Tensor | bool], params: Sequence[Tensor]) -> Selection:
@@ -25,12 +22,3 @@ def of_rank_zero(selection: Sequence[Tensor | bool], params: Sequence[Tensor]) -
     flat = flatten(expand(selection, params)).view(torch.uint8)
     dist.broadcast(flat, src=0)
     return list(unflatten(flat.view(torch.bool), params))
-
-
-def value_of_rank_zero(value: T) -> T:
-    """Return a plain value of the process group's first rank, on every rank."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]

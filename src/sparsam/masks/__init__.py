@@ -1,7 +1,6 @@
 """Which weights are perturbed: one policy a file, one contract (:class:`Mask`)."""
 
-from sparsam.masks.base import Mask, StepKind
-from sparsam.masks.budget import BudgetMask
+from sparsam.masks.base import Mask, Scope
 from sparsam.masks.dense import DenseMask
 from sparsam.masks.dynamic import DynamicMask
 from sparsam.masks.fisher import FisherMask
@@ -9,10 +8,10 @@ from sparsam.masks.nm import NMMask
 from sparsam.masks.norm import NormMask
 from sparsam.masks.random import RandomMask
 from sparsam.masks.sparsity import SparseMask
+from sparsam.masks.suffix import SuffixMask
 from sparsam.masks.topk import TopKMask
 
 __all__ = [
-    "BudgetMask",
     "DenseMask",
     "DynamicMask",
     "FisherMask",
@@ -20,7 +19,8 @@ __all__ = [
     "NMMask",
     "NormMask",
     "RandomMask",
+    "Scope",
     "SparseMask",
-    "StepKind",
+    "SuffixMask",
     "TopKMask",
 ]

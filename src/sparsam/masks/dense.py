@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -13,8 +12,6 @@ from sparsam.selection import Selection
 
 class DenseMask(Mask):
     """Perturbs every weight: plain SAM, and what `mask=None` means."""
-
-    differs_by_rank: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()

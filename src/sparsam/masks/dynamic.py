@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from sparsam.checks import check_choice, check_share, check_whole
-from sparsam.masks.base import Setting
 from sparsam.masks.sparsity import SparseMask
 from sparsam.selection import flatten, largest, perturbed_count, random_scores
+from sparsam.settings import Setting
 
 CRITERIA = ("flattest", "sharpest", "random")
 START, DROP, GROW = range(3)  # what random numbers are drawn for

@@ -13,11 +13,12 @@ from torch.utils.data import Dataset, default_collate
 from sparsam.checks import check_choice, check_whole
 from sparsam.errors import UserTypeError, UserValueError
 from sparsam.fisher import METHODS, diagonal_fisher
-from sparsam.masks.base import Setting
+from sparsam.masks.base import Scope
 from sparsam.masks.scores import match
 from sparsam.masks.sparsity import SparseMask
-from sparsam.randomness import random_generator, random_numbers_apart
+from sparsam.randomness import fork_rng, random_generator
 from sparsam.selection import flatten
+from sparsam.settings import Setting
 
 
 class FisherMask(SparseMask):
@@ -37,8 +38,6 @@ class FisherMask(SparseMask):
         method: "signs" (one backward pass for each 32 samples, unbiased) or "exact" (one for each sample):
             see :func:`sparsam.diagonal_fisher`.
     """
-
-    model: nn.Module
 
     def __init__(
         self,
@@ -65,6 +64,7 @@ class FisherMask(SparseMask):
                 f"samples must be at most the size of the dataset, {len(dataset)}, but is {samples} (default 128)"  # type: ignore[arg-type]
             )
         super().__init__(sparsity, interval, seed)
+        self.scope = Scope(model)
         self.model, self.loss_fn, self.dataset = model, loss_fn, dataset
         self.samples, self.method = int(samples), method
 
@@ -76,7 +76,7 @@ class FisherMask(SparseMask):
         """Return the diagonal of the empirical Fisher information over newly drawn samples."""
         generator = random_generator(self.seed, step)
         chosen = torch.randperm(len(self.dataset), generator=generator)[: self.samples].tolist()  # type: ignore[arg-type]
-        with random_numbers_apart([], seed=generator.initial_seed()):  # a data set may draw augmentations
+        with fork_rng([], seed=generator.initial_seed()):  # a data set may draw augmentations
             batch = default_collate([self.dataset[i] for i in chosen])
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise UserValueError(f"dataset must hold (input, target) pairs, but dataset[{chosen[0]}] is not one")

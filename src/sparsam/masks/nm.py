@@ -9,9 +9,10 @@ from torch import Tensor
 
 from sparsam.checks import check_whole
 from sparsam.errors import UserValueError
-from sparsam.masks.base import Mask, Setting
+from sparsam.masks.base import Mask
 from sparsam.masks.scores import ScoreFunction, ask, check_score_function
 from sparsam.selection import Selection
+from sparsam.settings import Setting
 
 
 class NMMask(Mask):

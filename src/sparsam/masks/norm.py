@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import ClassVar
 
 from torch import Tensor, nn
 
 from sparsam.errors import UserValueError
-from sparsam.masks.base import Mask
+from sparsam.masks.base import Mask, Scope
 from sparsam.selection import Selection
 
 NORMALISATION = re.compile(r"(batch|layer|group|instance|rms)_?norm", re.IGNORECASE)
@@ -27,12 +26,9 @@ class NormMask(Mask):
         model: The network that is trained.
     """
 
-    differs_by_rank: ClassVar[bool] = False
-    model: nn.Module
-
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.scope = model, Scope(model)
         if not self._parameters():
             raise UserValueError("model has no normalisation layer with parameters, so NormMask would perturb nothing")
 
@@ -50,7 +46,7 @@ class NormMask(Mask):
         chosen: Selection = [p in normalisation for p in params]
         if not any(chosen):
             raise UserValueError(
-                "NormMask's model shares no trainable normalisation layer with the optimizer, or none lies behind the "
-                "cut of the BudgetMask around it"
+                "NormMask finds no trainable normalisation layer of its model among the optimizer's parameters, or "
+                "none in the suffix of the mask around it"
             )
         return chosen

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -19,8 +18,6 @@ class RandomMask(SparseMask):
         interval: Draw anew every `interval` steps; None: once.
         seed: Where the mask's own random numbers start.
     """
-
-    differs_by_rank: ClassVar[bool] = False
 
     def __init__(self, sparsity: float, *, interval: int | None = None, seed: int = 0) -> None:
         super().__init__(sparsity, interval, seed)

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from sparsam.checks import check_share
-from sparsam.masks.base import Mask, Setting
+from sparsam.masks.base import Mask
 from sparsam.selection import Selection, expand, flatten, largest, perturbed_count, unflatten
+from sparsam.settings import Setting
 
 
 class SparseMask(Mask):

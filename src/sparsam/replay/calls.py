@@ -36,11 +36,6 @@ def intercepted(interceptors: Mapping[nn.Module, Interceptor]) -> Iterator[None]
                 module.__dict__[_PLACE] = value
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Tell whether torch.compile has taken a module as a whole: nobody can stand between its parts."""
-    return module.__dict__.get(_PLACE) is not None or "_orig_mod" in module._modules
-
-
 def _between(interceptor: Interceptor, call: Call) -> Call:
     def through(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

@@ -11,137 +11,96 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sparsam.distributed.broadcast import value_of_rank_zero
-from sparsam.passes import no_trace
+from sparsam.errors import UserValueError
+from sparsam.passes import preserve_state
 from sparsam.perturbation import perturb, restore
 from sparsam.replay.clock import Clock
 from sparsam.replay.cuts import Cut, find_cuts
 
 TIMINGS = 5
-AT_MOST = 1.2  # what takes longer than two whole passes by this factor was held up by something else
-CLOSE = 1.05  # an estimate that is at most so much above a limit is looked into
 
 
 def cut_costs(
     model: nn.Module,
     closure: Callable[[], Any],
     base: Optimizer,
-    rehearsal: Callable[[str], Callable[[], None]],
     *,
     device_time: bool = False,
     adaptive: bool = False,
-    limit: float | None = None,
+    clock: Clock | None = None,
 ) -> dict[Cut, float]:
     r"""Measure what a step costs from each cut, in base steps; earliest cut first.
 
-    With the share f of a pass that lies behind the cut, the share of the weights that does, and the time of
+    With f the fraction of a pass that follows the cut, the fraction of the weights that does, and the time of
     perturbing all weights and of the base optimizer's own step in passes, p and b:
 
     .. math::  1 + \frac{f + \text{weights} \cdot p}{1 + b}
 
-    That is an estimate: the first pass of a real step stops right before the cut, and Python has more to do. With a
-    limit, real steps are timed, from the earliest cut that may fit on to the first that does.
-
-    Of several timings the shortest counts, since what else a machine does only adds to them; no step costs less than
+    Of several timings the shortest counts, since what else a machine does only adds to them. No step costs less than
     one base step, and none more than from an earlier cut. All are rounded to hundredths, which is about as exact as
-    they are: a cost that reads 1.25 keeps a limit of 1.25.
+    they are.
 
     Args:
         model: The network.
         closure: One pass, as for an optimizer; it is called several times.
         base: The base optimizer. Its step is timed on a copy.
-        rehearsal: Returns, for a cut, what a step from there does before the base optimizer's (:meth:`SAM.rehearsal`).
         device_time: See :func:`sparsam.find_cuts`.
         adaptive: Whether the perturbation is ASAM's, which takes longer.
-        limit: What a step may cost; None: no real step is timed.
+        clock: What to take the time with; None: a clock of the model's device.
     """
-    cuts = find_cuts(model, closure, device_time=device_time)
+    params = [p for group in base.param_groups for p in group["params"]]
+    clock = clock or Clock(params[0].device, device_time)
+    cuts = find_cuts(model, closure, clock=clock)
     if not cuts:
         return {}
-    with no_trace(model), torch.enable_grad():
-        parts = _Parts(closure, base, device_time, adaptive)
-        # Rank 0's, because all ranks must measure the same cuts below: the closure communicates.
-        costs = value_of_rank_zero(
-            {
-                cut: 1 + ((cut.step or 0.0) * parts.one_pass + cut.weights * parts.perturbing) / parts.base_step
-                for cut in cuts
-            }
-        )
-        _settle(costs)
-        for cut, estimate in costs.items():
-            if limit is not None and estimate <= CLOSE * limit:
-                costs[cut] = value_of_rank_zero(parts.measured(rehearsal(cut.name)))
-                _settle(costs)
-                if costs[cut] <= limit:
-                    break
+    with preserve_state(model), torch.enable_grad():
+        closure()
+        works = (closure, _stepping(base), _perturbing(params, adaptive))
+        times = [[clock.time(work) for work in works] for _ in range(1 + TIMINGS)][1:]  # the first warms up
+    one_pass, stepping, perturbing = map(min, zip(*times, strict=True))
+    costs: dict[Cut, float] = {}
+    least = math.inf
+    for cut in cuts:
+        extra = (cut.step or 0.0) * one_pass + cut.weights * perturbing
+        least = costs[cut] = max(1.0, min(least, round(1 + extra / (one_pass + stepping), 2)))
     return costs
 
 
-def late_costs(
-    model: nn.Module,
-    closure: Callable[[], Any],
-    base: Optimizer,
-    rehearsal: Callable[[], None],
-    *,
-    device_time: bool = False,
-    adaptive: bool = False,
-) -> tuple[float, float]:
-    """Measure what a step of one pass at perturbed weights costs, and a real one of two, in base steps.
+def choose_cut(costs: dict[str, float], budget: float) -> str:
+    """Return the earliest cut whose step fits a budget.
 
     Args:
-        model, closure, base, device_time, adaptive: As for :func:`cut_costs`.
-        rehearsal: What a step of two passes does before the base optimizer's.
+        costs: What a step from each cut costs, in base steps, by the cut's name; earliest first.
+        budget: What a step may cost, in base steps.
+
+    >>> choose_cut({"layer3": 1.42, "layer4": 1.24, "head": 1.02}, budget=1.25)
+    'layer4'
     """
-    with no_trace(model), torch.enable_grad():
-        parts = _Parts(closure, base, device_time, adaptive)
-        last = max(1.0, round(parts.measured(rehearsal), 2))
-        return min(last, round(1 + parts.perturbing / parts.base_step, 2)), last
-
-
-class _Parts:
-    """The parts of a step, timed: a pass, the base optimizer's own step, and perturbing all weights."""
-
-    def __init__(self, closure: Callable[[], Any], base: Optimizer, device_time: bool, adaptive: bool) -> None:
-        params = [p for group in base.param_groups for p in group["params"]]
-        self.clock = Clock(params[0].device, device_time)
-        closure()
-        works = (closure, _stepping(base), _perturbing(params, adaptive))
-        times = [[self.clock.time(work) for work in works] for _ in range(1 + TIMINGS)][1:]  # the first warms up
-        self.one_pass, self.stepping, self.perturbing = map(min, zip(*times, strict=True))
-        self.closure = closure
-
-    @property
-    def base_step(self) -> float:
-        """The time of a step of the base optimizer alone."""
-        return float(self.one_pass + self.stepping)
-
-    def measured(self, two_passes: Callable[[], None]) -> float:
-        """Return what a step costs whose passes are these, in base steps."""
-        two_passes()
-        # In turn with the base's pass: a machine that was busy while that was timed would make two passes look cheap.
-        times = [(self.clock.time(self.closure), self.clock.time(two_passes)) for _ in range(TIMINGS)]
-        one, two = map(min, zip(*times, strict=True))
-        self.one_pass = min(self.one_pass, one)
-        whole = 2 * self.one_pass + self.perturbing
-        return float((min(two, AT_MOST * whole) + self.stepping) / self.base_step)
-
-
-def _settle(costs: dict[Cut, float]) -> None:
-    """Make possible costs of measured ones."""
-    least = math.inf
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 1 < budget < math.inf:
+        raise UserValueError(f"budget must be a number above 1, what the base step alone costs, but is {budget!r}")
     for cut, cost in costs.items():
-        least = costs[cut] = max(1.0, min(least, round(cost, 2)))
+        if cost <= budget:
+            return cut
+    if not costs:
+        raise UserValueError(
+            "the model has no cut that can be seen: nothing of a step could be left out (is it compiled as a whole? "
+            "then compile its blocks instead; does the closure run another model?)"
+        )
+    cheapest = min(reversed(costs), key=lambda cut: costs[cut])
+    raise UserValueError(
+        f"budget must be at least {costs[cheapest]:g}, the cost of a step from the cheapest cut, {cheapest!r}, but is "
+        f"{budget:g}"
+    )
 
 
 def _perturbing(params: Sequence[Tensor], adaptive: bool) -> Callable[[], None]:
-    used = [p for p in params if p.grad is not None]
-    grads, rhos = [p.grad for p in used], [torch.zeros((), device=p.device) for p in used[:1]] * len(used)
-
     @torch.no_grad()
     def work() -> None:
+        used = [p for p in params if p.grad is not None]
+        grads, rho = [p.grad for p in used], torch.zeros((), device=params[0].device)
         if used:
-            everything = [True] * len(used)
-            restore(perturb(used, grads, everything, rhos, adaptive=adaptive, guard=False))  # type: ignore[arg-type]
+            dense, rhos = [True] * len(used), [rho] * len(used)
+            restore(perturb(used, grads, dense, rhos, adaptive=adaptive, guard=False))  # type: ignore[arg-type]
 
     return work
 

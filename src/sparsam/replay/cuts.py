@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from sparsam.errors import UserTypeError
-from sparsam.passes import no_trace
+from sparsam.passes import is_compiled, preserve_state
 from sparsam.replay.autograd_graph import leaf_of, node_of, nodes_behind, tensors_in
-from sparsam.replay.calls import Call, intercepted, is_compiled
+from sparsam.replay.calls import Call, intercepted
 from sparsam.replay.clock import Clock
-from sparsam.replay.modules import bare
+from sparsam.replay.modules import unwrap
 from sparsam.replay.recording import Kept, in_backward, keep, same_tensors
 
 PASSES, WARM_UP = 3, 2
@@ -44,7 +44,12 @@ class Cut(NamedTuple):
 
 
 def find_cuts(
-    model: nn.Module, run: Callable[[], Any], *, passes: int = PASSES, device_time: bool = False
+    model: nn.Module,
+    run: Callable[[], Any],
+    *,
+    passes: int = PASSES,
+    device_time: bool = False,
+    clock: Clock | None = None,
 ) -> list[Cut]:
     """Find where a model can be cut, earliest first, and measure how much of a pass lies behind each cut.
 
@@ -56,6 +61,7 @@ def find_cuts(
         run: One pass: forward and backward, like an optimizer's closure. It may return the loss.
         passes: How many passes to time (the median counts), after two to warm up; 0: do not measure.
         device_time: On a GPU, measure what a captured step will take, not how fast Python can launch it.
+        clock: What to take the time with; None: a clock of the model's device.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> x = torch.ones(3, 4)
@@ -66,15 +72,15 @@ def find_cuts(
         raise UserTypeError(
             f"model must be a module, but is a {type(model).__name__}; pass the model, not its parameters"
         )
-    with no_trace(model):
-        places = _cut_weights(bare(model), run)
+    with preserve_state(model):
+        places = _cut_weights(unwrap(model), run)
     steps: dict[str, float] = {}
     if passes:
-        clock = Clock(next(p.device for p in model.parameters()), device_time)
+        clock = clock or Clock(next(p.device for p in model.parameters()), device_time)
         measured = []
         for i in range(WARM_UP + passes):
-            with no_trace(model):
-                shares = _shares(bare(model), list(places), run, clock)
+            with preserve_state(model):
+                shares = _shares(unwrap(model), list(places), run, clock)
             if i >= WARM_UP:
                 measured.append(shares)
         steps = {name: statistics.median(shares[name] for shares in measured) for name in places}

@@ -11,11 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 from sparsam.errors import UserValueError
 
 
-def bare(model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module) -> nn.Module:
     """Return the model inside a DistributedDataParallel, or a compiled one's original."""
     for inside in ("module", "_orig_mod"):
         if inside in model._modules and (inside == "_orig_mod" or isinstance(model, DistributedDataParallel)):
-            return bare(model.get_submodule(inside))
+            return unwrap(model.get_submodule(inside))
     return model
 
 

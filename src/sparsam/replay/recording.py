@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from sparsam.randomness import RandomState, random_state
+from sparsam.randomness import RngState, get_rng_state
 from sparsam.replay.autograd_graph import leaf_of, node_of, tensors_in
 from sparsam.replay.calls import Call
 
@@ -39,7 +39,7 @@ class PastCall(NamedTuple):
 
     name: str
     output: Kept
-    random: RandomState
+    random: RngState
     differentiable: bool  # whether gradients were on, so that its parameters are in the graph
 
 
@@ -47,7 +47,7 @@ class Before(NamedTuple):
     """What lies before a cut, on one way to it."""
 
     parameters: frozenset[Tensor]
-    trained_behind: bool  # whether any other parameter of the model is trained
+    trained_after: bool  # whether any other parameter of the model is trained
 
 
 @dataclass
@@ -57,15 +57,15 @@ class Recording:
     cut: str
     devices: frozenset[torch.device]
     trained: tuple[bool, ...]  # which parameters of the model are
-    open: bool  # whether the gradient goes past the cut: the second pass cannot start there
+    open: bool = False  # whether the gradient goes past the cut: the second pass cannot start there
     obstacle: str = ""  # why it is open, or why the second pass cannot start at the cut
     arguments: Kept | None = None  # of the outermost call: the batch
     forwards: int = 0
     calls: list[PastCall] = field(default_factory=list)
-    behind: set[str] = field(default_factory=set)  # modules beside the cut that were called after it
+    suffix: set[str] = field(default_factory=set)  # modules beside the cut that were called after it
     input: Kept | None = None  # args and kwargs of the module at the cut
     before: Before | None = None
-    random: RandomState = field(default_factory=dict)  # at the cut
+    random: RngState = field(default_factory=dict)  # at the cut
     crossed: list[bool] = field(default_factory=list)  # not empty if a gradient arrived before the cut
     outputs: list[Tensor] = field(default_factory=list)  # of the model
     hooks: list[RemovableHandle] = field(default_factory=list)  # that notice such a gradient
@@ -108,13 +108,13 @@ class Recorder:
         """Call a module that may lie before the cut."""
         recording = self.recording
         if recording.input is not None:
-            recording.behind.add(name)
+            recording.suffix.add(name)
             return call(*args, **kwargs)
         self._enter(args, kwargs)
         output = call(*args, **kwargs)
         if recording.input is None:  # a module that holds the cut in a second place is not before it
             self._watch(tensors_in(output))
-            random, differentiable = random_state(recording.devices), torch.is_grad_enabled()
+            random, differentiable = get_rng_state(recording.devices), torch.is_grad_enabled()
             recording.calls.append(PastCall(name, keep(output), random, differentiable))
         return output
 
@@ -123,7 +123,7 @@ class Recorder:
         recording, again = self.recording, in_backward()
         self._enter(args, kwargs)
         if recording.input is None:
-            recording.input, recording.random = keep((args, kwargs)), random_state(recording.devices)
+            recording.input, recording.random = keep((args, kwargs)), get_rng_state(recording.devices)
             self._reach()
         elif not same_tensors(recording.input.value, (args, kwargs)):
             if not again:
@@ -153,7 +153,7 @@ class Recorder:
             recording.stay_open(
                 f"gradients were off where {recording.cut!r} was called (checkpointing? pass use_reentrant=False)"
             )
-        if not recording.before.trained_behind:
+        if not recording.before.trained_after:
             recording.stay_open(f"nothing behind {recording.cut!r} is trained")
         if self.needs_gradient(recording):
             self._detach = end_of_gradient

@@ -35,13 +35,14 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsam.errors import warn
+from sparsam.passes import is_compiled
 from sparsam.replay.autograd_graph import leaf_of, nodes_behind, tensors_in
-from sparsam.replay.calls import intercepted, is_compiled
-from sparsam.replay.modules import Places, bare, places_of
+from sparsam.replay.calls import intercepted
+from sparsam.replay.modules import Places, places_of, unwrap
 from sparsam.replay.recording import Before, EndOfGradient, Recorder, Recording
 from sparsam.replay.reuse import Reuse
 
-WAYS = 64  # to remember; a model with random depth has more
+MAX_PATHS = 64  # to remember; a model with random depth has more
 
 
 class Replay:
@@ -49,45 +50,40 @@ class Replay:
 
     Args:
         model: Any module whose parts are called by Python code. Of a DistributedDataParallel, its inside.
+        cut: The name of the module whose input is the cut.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.wrapper, self.model = model, bare(model)
+    def __init__(self, model: nn.Module, cut: str) -> None:
+        self.wrapper, self.model, self.cut = model, unwrap(model), cut
         self.recording: Recording | None = None
-        self._ways: dict[tuple[Any, ...], _Way] = {}  # by path
-        self._places: dict[str, Places] = {}  # by cut
+        self._paths: dict[tuple[Any, ...], _Path] = {}  # that first passes took
+        self._places: Places | None = None
         self._ahead: list[tuple[str, nn.Module]] = []  # modules before the cut, from the next step on
-        self.doubtful = (
-            False  # whether the latest second pass may have used a tensor without values, for the first time
-        )
-        self._trusted: set[tuple[Any, ...]] = set()  # ways on which that was found to be harmless
+        self.check_placeholders = False  # whether a placeholder may have been read, on a path where it never was before
+        self._trusted: set[tuple[Any, ...]] = set()  # paths on which that was found to be harmless
         self._equal_copies = False  # whether the closure makes its batch anew in each call, with the same values
         self._off: str | None = None  # why replay is not even tried
         self._warned = False
 
     def __getstate__(self) -> dict[str, Any]:
         # Identities of parameters and whatever a step left do not travel.
-        return {**self.__dict__, "recording": None, "_ways": {}, "_places": {}, "_ahead": [], "_trusted": set()}
+        return {**self.__dict__, "recording": None, "_paths": {}, "_places": None, "_ahead": [], "_trusted": set()}
 
     # ------------------------------------------------------------------------------------------ first pass
 
     @contextmanager
-    def first_pass(self, cut: str, *, whole_gradient: bool = False) -> Iterator[Recording]:
-        """Record the block's forward pass, and let its backward pass end at the cut.
-
-        Args:
-            cut: The name of the module whose input is the cut.
-            whole_gradient: Let the gradient pass the cut: the second pass will have to be run in full.
-        """
-        if self._ahead and cut in self._places:
-            self._places[cut] = self._places[cut]._replace(before=self._ahead)
+    def first_pass(self) -> Iterator[Recording]:
+        """Record the block's forward pass, and let its backward pass end at the cut."""
+        cut = self.cut
+        if self._ahead and self._places:
+            self._places = self._places._replace(before=self._ahead)
         self._ahead = []
         params = list(self.model.parameters())
         devices, trained = frozenset(p.device for p in params), tuple(p.requires_grad for p in params)
-        recording = Recording(cut, devices, trained, open=whole_gradient)
+        recording = Recording(cut, devices, trained)
         recorder = Recorder(recording, self._look, self._needs_gradient)
         sync = self.wrapper.no_sync() if isinstance(self.wrapper, DistributedDataParallel) else nullcontext()
-        with sync, self._intercepted(cut, recorder):
+        with sync, self._intercepted(recorder):
             yield recording
         for hook in recording.hooks:
             hook.remove()
@@ -100,20 +96,20 @@ class Replay:
         before = self.recording.before if self.recording else None
         return None if before is None else before.parameters
 
-    def modules_before(self) -> set[nn.Module]:
-        """Return the modules that a second pass from the cut does not call."""
+    def skipped_modules(self) -> set[nn.Module]:
+        """Return the modules that the second pass does not call."""
         recording = self.recording
         if recording is None or recording.open:
             return set()
-        return self._inside({call.name for call in recording.calls}) - self._inside({recording.cut, *recording.behind})
+        return self._inside({call.name for call in recording.calls}) - self._inside({recording.cut, *recording.suffix})
 
     def _inside(self, names: set[str]) -> set[nn.Module]:
         return {module for name in names for module in self.model.get_submodule(name).modules()}
 
     def _look(self, recording: Recording) -> Before:
         """Find out what lies before the cut that was just reached."""
-        if recording.path in self._ways:
-            return self._ways[recording.path].before
+        if recording.path in self._paths:
+            return self._paths[recording.path].before
         assert recording.input is not None
         parameters = {leaf_of(node) for node in nodes_behind(tensors_in(recording.input.value))}
         for call in recording.calls:  # of these nothing is in the graph, but it may be some day
@@ -125,23 +121,24 @@ class Replay:
     def _needs_gradient(self, recording: Recording) -> bool:
         """Tell whether the detached input must still require a gradient: reentrant checkpointing asks for it.
 
-        It costs the gradient of that input, so it is done once on every way, to see what lies behind.
+        It costs the gradient of that input, so it is done once on every path, to see what follows the cut.
         """
-        return recording.path not in self._ways or self._ways[recording.path].custom
+        return recording.path not in self._paths or self._paths[recording.path].custom
 
     def _learn(self, recording: Recording) -> None:
-        """Keep what the first pass on a new way showed."""
-        if recording.before is None or recording.open or recording.path in self._ways:
+        """Keep what the first pass on a new path showed."""
+        if recording.before is None or recording.open or recording.path in self._paths:
             return
-        if len(self._ways) >= WAYS:
-            self._ways.clear()
+        if len(self._paths) >= MAX_PATHS:
+            self._paths.clear()
         behind = nodes_behind(recording.outputs)
         own = EndOfGradient.__name__
         custom = any(isinstance(node, BackwardCFunction) and not node.name().startswith(own) for node in behind)
-        self._ways[recording.path] = _Way(recording.before, custom or not behind)
-        called = {call.name for call in recording.calls} | recording.behind
+        self._paths[recording.path] = _Path(recording.before, custom or not behind)
+        called = {call.name for call in recording.calls} | recording.suffix
         self._ahead = []
-        for name, module in self._places[recording.cut].before:
+        assert self._places is not None
+        for name, module in self._places.before:
             if name in called or recording.before.parameters.isdisjoint(module.parameters()):
                 self._ahead.append((name, module))
             else:  # it lies before the cut and is not called: its parts are
@@ -169,10 +166,10 @@ class Replay:
             yield
             return
         reuse = Reuse(recording, in_full, self._equal_copies)
-        with self._intercepted(recording.cut, reuse):
+        with self._intercepted(reuse):
             yield
         self._equal_copies = reuse.equal_copies
-        self.doubtful = reuse.blind and recording.path not in self._trusted
+        self.check_placeholders = reuse.read_placeholder and recording.path not in self._trusted
         self._trusted.add(recording.path)
         if reuse.another_batch:
             self._off = reuse.stopped
@@ -200,15 +197,15 @@ class Replay:
         if recording.crossed:
             return f"what is computed before {cut!r} is used behind it by another way than its input"
         if not recording.before.parameters.isdisjoint(perturbed):
-            return f"the first pass took another way to {cut!r}, and a perturbed weight lies on it"
+            return f"the first pass took another path to {cut!r}, and a perturbed weight lies on it"
         return ""
 
     # --------------------------------------------------------------------------------------------- helpers
 
-    def _intercepted(self, cut: str, calls: Recorder | Reuse) -> AbstractContextManager[None]:
-        places = self._places.get(cut)
-        if places is None or self.model.get_submodule(cut) is not places.cut:
-            places = self._places[cut] = places_of(self.model, cut)
+    def _intercepted(self, calls: Recorder | Reuse) -> AbstractContextManager[None]:
+        places = self._places
+        if places is None or self.model.get_submodule(self.cut) is not places.cut:
+            places = self._places = places_of(self.model, self.cut)
         compiled = [name for name, module in [("", self.wrapper), *places.around] if is_compiled(module)]
         if compiled:
             what = repr(compiled[0]) if compiled[0] else "the model"
@@ -241,8 +238,8 @@ class Replay:
         )
 
 
-class _Way(NamedTuple):
-    """What is known of one way to a cut."""
+class _Path(NamedTuple):
+    """What is known of one path to the cut."""
 
     before: Before
     custom: bool  # whether the graph behind the cut holds functions that torch does not know

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sparsam.errors import UserRuntimeError
-from sparsam.randomness import set_random_state
+from sparsam.randomness import set_rng_state
 from sparsam.replay.autograd_graph import tensors_in
 from sparsam.replay.calls import Call
 from sparsam.replay.recording import PastCall, Recording, same_tensors
@@ -34,8 +34,8 @@ class Reuse:
         self._entered = False
         self._next = 0  # of the recorded calls
         self._given: Any = None  # what the module at the cut was called with
-        self._blanks: list[weakref.ref[Tensor]] = []
-        self.blind = False  # whether something may have been computed of a blank
+        self._placeholders: list[weakref.ref[Tensor]] = []
+        self.read_placeholder = False  # whether something may have been computed of one
 
     def model(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the whole model."""
@@ -49,8 +49,8 @@ class Reuse:
             past = self.recording.calls[self._next] if self._next < len(self.recording.calls) else None
             if past is not None and past.name == name:
                 self._next += 1
-                set_random_state(past.random)
-                return past.output.value if past.output.unchanged else self._blank(past)
+                set_rng_state(past.random)
+                return past.output.value if past.output.unchanged else self._placeholder(past)
             self._stop(f"it calls {name!r} where the first pass did not")
         return call(*args, **kwargs)
 
@@ -62,7 +62,7 @@ class Reuse:
                 self._stop(f"it does not call {self.recording.calls[self._next].name!r} where the first pass did")
             else:
                 self._given = (args, kwargs)
-                set_random_state(self.recording.random)
+                set_rng_state(self.recording.random)
         if self._given is not None and same_tensors((args, kwargs), self._given):
             assert self.recording.input is not None
             args, kwargs = self.recording.input.value
@@ -92,18 +92,19 @@ class Reuse:
             self.equal_copies = all(torch.equal(a, b) for a, b in pairs)
         return self.equal_copies
 
-    def _blank(self, past: PastCall) -> Any:
+    def _placeholder(self, past: PastCall) -> Any:
         """Return tensors without values in place of an output that was changed in place by what came after it."""
-        blank = tree_map_only(Tensor, _not_a_number, past.output.value)
-        self._blanks += [weakref.ref(t) for t in tensors_in(blank)]
+        placeholder = tree_map_only(Tensor, _not_a_number, past.output.value)
+        self._placeholders += [weakref.ref(t) for t in tensors_in(placeholder)]
         # The next module, if it is the one that worked in place, returns the values again.
         following = self.recording.calls[self._next : self._next + 1]
-        self.blind = self.blind or not any(call.output.value is past.output.value for call in following)
-        return blank
+        returned_again = any(call.output.value is past.output.value for call in following)
+        self.read_placeholder = self.read_placeholder or not returned_again
+        return placeholder
 
     def _stop(self, reason: str) -> None:
         """Compute the rest in full; what was handed out so far is what the second pass would have computed."""
-        if self.blind or any(blank() is not None for blank in self._blanks):
+        if self.read_placeholder or any(placeholder() is not None for placeholder in self._placeholders):
             raise UserRuntimeError(
                 f"the second pass cannot be completed: {reason}, right after a tensor that the first pass had changed "
                 f"in place. Use a mask without a cut, or avoid the in-place operation"

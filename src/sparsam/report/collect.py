@@ -16,10 +16,10 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
-from sparsam.checks import differences
 from sparsam.report.record import Record, ReportError, is_number, read_text, shown
 from sparsam.runs.recipe import Recipe
 from sparsam.runs.step_time import step_time
+from sparsam.settings import differences
 
 ABOUT = re.compile(r" \(\d+ images.*\)$")  # what a column of sharpness was measured over
 

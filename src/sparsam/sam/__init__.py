@@ -1,0 +1,5 @@
+"""SAM, and sparse SAM, around any torch optimizer."""
+
+from sparsam.sam.optimizer import SAM
+
+__all__ = ["SAM"]

@@ -1,0 +1,128 @@
+"""What :class:`sparsam.SAM` refuses, before anything changes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sparsam.ascents import Ascent
+from sparsam.errors import UserRuntimeError, UserTypeError, UserValueError
+from sparsam.settings import Policy, differences
+
+
+def check_policies(given: dict[str, tuple[Any, type[Policy]]]) -> None:
+    """Refuse a mask, an ascent or a schedule that is none."""
+    for name, (policy, wanted) in given.items():
+        if policy is not None and not isinstance(policy, wanted):
+            raise UserTypeError(f"{name} must be a sparsam {name} or None, but is {policy!r}")
+
+
+def check_one_pass(mask: Policy, ascents: Sequence[Ascent]) -> None:
+    """Refuse a mask where no step would read it."""
+    if all(ascent.passes == 1 for ascent in ascents):
+        raise UserValueError(
+            f"mask must be None with {ascents[0]!r}, because its steps take one pass and perturb every weight, but is "
+            f"{mask!r}"
+        )
+
+
+def check_arguments(params: Any, base_optimizer: Any) -> None:
+    """Refuse what is easily passed by mistake: an optimizer for its class, a model for its parameters."""
+    if isinstance(base_optimizer, Optimizer):
+        raise UserTypeError(
+            f"base_optimizer must be a class, but is an instance of {type(base_optimizer).__name__}; "
+            f"SAM.wrap(base_optimizer) takes an instance"
+        )
+    if not callable(base_optimizer):
+        raise UserTypeError(f"base_optimizer must be a class such as torch.optim.SGD, but is {base_optimizer!r}")
+    if isinstance(params, nn.Module):
+        raise UserTypeError("params must be parameters or parameter groups, but is a module; pass model.parameters()")
+
+
+def check_base(base: Any) -> None:
+    """Refuse base optimizers that cannot take the second half of a SAM step."""
+    name = type(base).__name__
+    if not isinstance(base, Optimizer):
+        raise UserTypeError(f"base_optimizer must make a torch.optim.Optimizer, but made {name}")
+    if hasattr(base, "first_step"):
+        raise UserTypeError(f"base_optimizer must be a plain optimizer, but {name} is a SAM itself")
+    closure = inspect.signature(type(base).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UserTypeError(
+            f"base_optimizer must step without a closure, but {name} needs one and would call it at weights "
+            f"that SAM knows nothing of"
+        )
+    if "rho" in base.defaults:
+        raise UserValueError(
+            f"base_optimizer must not have a group option named 'rho', which is SAM's radius, but {name} has one"
+        )
+    check_groups(base)
+
+
+def check_groups(base: Optimizer) -> None:
+    """Refuse to maximize, and parameters that are missing, given twice or not real numbers."""
+    for i, group in enumerate(base.param_groups):
+        if group.get("maximize"):
+            raise UserValueError(
+                f"maximize must be False, but is True in parameter group {i}: SAM perturbs towards a higher loss "
+                f"and descends. Minimize the negative instead"
+            )
+    params = [p for group in base.param_groups for p in group["params"]]
+    if not params:
+        raise UserValueError("params must hold at least one parameter, but is empty")
+    seen: dict[Tensor, int] = {}
+    for i, p in enumerate(params):
+        if p in seen:
+            raise UserValueError(
+                f"params must hold each parameter once, but parameters {seen[p]} and {i} are the same tensor of "
+                f"shape {tuple(p.shape)}"
+            )
+        seen[p] = i
+        if not p.is_floating_point():
+            raise UserValueError(f"params must be real floating-point tensors, but parameter {i} is {p.dtype}")
+
+
+def check_gradients(params: Sequence[Tensor]) -> None:
+    """Refuse to perturb without any gradient, or by a sparse one."""
+    grads = [(i, p.grad) for i, p in enumerate(params) if p.grad is not None]
+    if not grads:
+        raise UserRuntimeError("no parameter has a gradient: call backward() before the weights are perturbed")
+    for i, grad in grads:
+        if grad.layout != torch.strided:
+            raise UserRuntimeError(
+                f"gradients must be dense, but that of parameter {i} has the layout {grad.layout}; build the "
+                f"embedding with sparse=False"
+            )
+
+
+def check_state(state_dict: dict[str, Any], settings: dict[str, Any], params: Sequence[Tensor]) -> dict[str, Any]:
+    """Refuse the state of something else; return sparsam's part of it."""
+    own = state_dict.get("sparsam")
+    if not own:
+        raise UserValueError(
+            "state_dict must come from SAM.state_dict(), but has no entry 'sparsam'; to start from the state of a "
+            "plain optimizer, call base_optimizer.load_state_dict(state_dict)"
+        )
+    shapes = [list(p.shape) for p in params]
+    if len(own["shapes"]) != len(shapes):
+        raise UserValueError(
+            f"state_dict is of another model: it has {len(own['shapes'])} parameters, this optimizer {len(shapes)}"
+        )
+    for i, (saved, here) in enumerate(zip(own["shapes"], shapes, strict=True)):
+        if list(saved) != here:
+            raise UserValueError(
+                f"state_dict is of another model: parameter {i} has shape {tuple(saved)} there and {tuple(here)} here"
+            )
+    changed = differences(own["settings"], settings)
+    if changed:
+        told = "; ".join(f"{key} was {saved!r} and is {here!r}" for key, (saved, here) in changed.items())
+        raise UserValueError(
+            f"state_dict is of a run with other settings: {told}. Build the optimizer and its mask as they were, or "
+            f"load the base optimizer's part alone with base_optimizer.load_state_dict()"
+        )
+    return dict(own)

@@ -1,0 +1,92 @@
+"""What an optimizer keeps of its mask."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from sparsam.distributed.broadcast import of_rank_zero
+from sparsam.masks.base import Mask
+from sparsam.randomness import fork_rng
+from sparsam.selection import Selection, copied, rewritten, settle
+
+
+class Made(NamedTuple):
+    """A mask that was made."""
+
+    selection: Selection
+    step: int  # in which it was made
+    eligible: list[bool]  # which parameters it could select from
+
+
+class MaskState:
+    """The latest selection of a mask, and when it is due to be made again.
+
+    Args:
+        mask: The optimizer's.
+    """
+
+    def __init__(self, mask: Mask) -> None:
+        self.mask = mask
+        self.made: Made | None = None
+        self._before: Made | None = None  # the latest update: a step that is tried again updates the same mask again
+
+    def is_due(self, step: int, eligible: list[bool]) -> bool:
+        """Tell whether a two-pass step makes the mask."""
+        if self.made is None or self.made.eligible != eligible or self.made.step == step:
+            return True
+        interval = self.mask.interval
+        return interval is not None and step // interval > self.made.step // interval
+
+    def selection(self, params: list[Tensor], eligible: list[bool], step: int) -> Selection:
+        """Return what a step perturbs; make the mask if it is due.
+
+        An update writes into the same tensors, in the same list, unless it turns a tensor into a bool or back: what a
+        captured CUDA graph reads stays where it is as long as the list is the same object.
+        """
+        if self.made is None or self.is_due(step, eligible):
+            self._make(params, eligible, step)
+        assert self.made is not None
+        return self.made.selection
+
+    def _make(self, params: list[Tensor], eligible: list[bool], step: int) -> None:
+        before = self.taken(step)
+        if before is not None:
+            before = before._replace(selection=copied(before.selection) or [])
+        indices = [i for i, e in enumerate(eligible) if e]
+        subset = [params[i] for i in indices]
+        selection: Selection = [False] * len(params)
+        if subset:
+            with fork_rng(p.device for p in subset):
+                chosen = self.mask.select(subset, step, before and [before.selection[i] for i in indices])
+            for i, m in zip(indices, settle(of_rank_zero(chosen, subset), subset), strict=True):
+                selection[i] = m
+        self.made, self._before = Made(rewritten(self.made and self.made.selection, selection), step, eligible), before
+
+    def taken(self, step: int) -> Made | None:
+        """Return the mask of the latest step that was taken, where `step` is the next."""
+        return self._before if self.made is not None and self.made.step == step else self.made
+
+    def extend(self, count: int) -> None:
+        """Make room for parameters that were added to the optimizer."""
+        new: Selection = [False] * count
+        self.made, self._before = (
+            made and made._replace(selection=[*made.selection, *new]) for made in (self.made, self._before)
+        )
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Return plain values and tensors."""
+        made = self.taken(step)
+        saved = made and {
+            "selection": copied(made.selection),
+            "step": made.step,
+            "eligible": list(made.eligible),
+        }
+        return {"seed": self.mask.seed, "made": saved}
+
+    def load(self, state: dict[str, Any], params: list[Tensor]) -> None:
+        """Load what :meth:`state` returned."""
+        made = state["made"]
+        self.mask.seed, self._before = state["seed"], None
+        self.made = made and Made(settle(made["selection"], params), made["step"], list(made["eligible"]))

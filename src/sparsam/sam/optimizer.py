@@ -1,0 +1,400 @@
+r"""SAM and sparse SAM around any torch optimizer.
+
+One step, with weights w, loss f, ascent direction d, radius :math:`\rho`, mask m and base optimizer B:
+
+.. math::  g = \nabla f(w), \qquad
+           \epsilon = \rho\,\frac{d}{\lVert d\rVert_2}\odot m, \qquad
+           w \leftarrow B\big(w,\ \nabla f(w + \epsilon)\big)
+
+d = g and m = 1 is SAM (Foret et al., 2021); a sparse m is SSAM (Mi et al., 2022). `adaptive=True` is ASAM (Kwon et al.,
+2021) without its :math:`\eta`: :math:`\epsilon = \rho\, w^2\odot d\,/\,\lVert |w|\odot d\rVert_2 \odot m`.
+
+This file holds the protocol of a step. Five questions are answered elsewhere: when (:mod:`sparsam.schedules`), which
+way (:mod:`sparsam.ascents`), which weights (:mod:`sparsam.masks`), how cheaply (:mod:`sparsam.passes`,
+:mod:`sparsam.replay`), and then what: the base optimizer. The arithmetic is in :mod:`sparsam.perturbation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Self, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sparsam.ascents import Ascent, GradientAscent
+from sparsam.checks import check_rho
+from sparsam.errors import UserError, UserRuntimeError
+from sparsam.masks import DenseMask, Mask
+from sparsam.passes import Closure
+from sparsam.replay import passes_for
+from sparsam.sam.checks import check_arguments, check_base, check_groups, check_one_pass, check_policies, check_state
+from sparsam.sam.perturber import Perturber
+from sparsam.sam.phase import Phase, UsedGradients
+from sparsam.sam.wrapper import Wrapper, plain
+from sparsam.schedules import EveryStep, Schedule
+from sparsam.selection import expand
+
+
+class SAM(Wrapper):
+    """Sharpness-aware minimization around any base optimizer; with a mask, sparse SAM.
+
+    `param_groups` and `state` are the base optimizer's own, so learning-rate schedulers, gradient scalers
+    and whatever else works on an optimizer work on this one. Each group also carries `rho`, which may
+    differ from group to group and change at any time (:mod:`sparsam.rho`).
+
+    Three ways to take a step::
+
+        loss = opt.step(closure)                # closure: zero_grad, forward, backward, return loss; called twice
+
+        opt.zero_grad()                         # in two steps
+        loss_fn(model(x), y).backward()
+        opt.first_step(zero_grad=True)
+        loss_fn(model(x), y).backward()
+        opt.second_step()
+
+        opt.zero_grad()                         # as a context, for instance with a GradScaler
+        loss_fn(model(x), y).backward()
+        with opt.perturbed():
+            opt.zero_grad()
+            loss_fn(model(x), y).backward()
+        opt.step()
+
+    Args:
+        params: Parameters or parameter groups, as for any torch optimizer.
+        base_optimizer: The class of the optimizer that takes the step, such as `torch.optim.SGD`.
+        rho: The radius of the perturbation, at least 0.
+        mask: Which weights are perturbed; None: all (SAM).
+        ascent: Which way they are perturbed; None: along the gradient.
+        schedule: Which steps perturb; None: every step.
+        adaptive: Scale the perturbation by the size of the weights (ASAM).
+        model: The network, if running statistics of normalisation layers are to move once a step and
+            dropout is to draw the same numbers in both passes. Default: the mask's model, if it has one.
+        **base_arguments: Passed on to the base optimizer: `lr`, `momentum`, ...
+
+    >>> w = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    >>> opt = SAM([w], torch.optim.SGD, rho=0.5, lr=0.1)
+    >>> def closure():
+    ...     opt.zero_grad()
+    ...     loss = w.square().sum() / 2
+    ...     loss.backward()
+    ...     return loss
+    >>> opt.step(closure).item(), w.tolist()    # w - 0.1 * (w + 0.5 * w / 5)
+    (12.5, [2.6700000762939453, 3.559999942779541])
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        base_optimizer: Callable[..., Optimizer] = torch.optim.SGD,
+        rho: float | Tensor = 0.1,
+        mask: Mask | None = None,
+        ascent: Ascent | None = None,
+        schedule: Schedule | None = None,
+        adaptive: bool = False,
+        model: nn.Module | None = None,
+        **base_arguments: Any,
+    ) -> None:
+        check_arguments(params, base_optimizer)
+        self._build(base_optimizer(params, **base_arguments), rho, mask, ascent, schedule, adaptive, model)
+
+    @classmethod
+    def wrap(
+        cls,
+        base_optimizer: Optimizer,
+        rho: float | Tensor = 0.1,
+        mask: Mask | None = None,
+        ascent: Ascent | None = None,
+        schedule: Schedule | None = None,
+        adaptive: bool = False,
+        model: nn.Module | None = None,
+    ) -> Self:
+        """Build around an optimizer that exists already; a group that carries `rho` keeps it."""
+        self = cls.__new__(cls)
+        self._build(base_optimizer, rho, mask, ascent, schedule, adaptive, model)
+        return self
+
+    def _build(
+        self,
+        base: Optimizer,
+        rho: float | Tensor,
+        mask: Mask | None,
+        ascent: Ascent | None,
+        schedule: Schedule | None,
+        adaptive: bool,
+        model: nn.Module | None,
+    ) -> None:
+        check_base(base)
+        check_rho(rho)
+        check_policies({"mask": (mask, Mask), "ascent": (ascent, Ascent), "schedule": (schedule, Schedule)})
+        self.ascent = GradientAscent() if ascent is None else ascent
+        self.schedule = EveryStep() if schedule is None else schedule
+        self.mask = DenseMask() if mask is None else mask
+        self.adaptive = bool(adaptive)
+        ascents = self.schedule.ascents(self.ascent)
+        if mask is not None:
+            check_one_pass(mask, ascents)
+        scope = self.mask.scope
+        self._passes = passes_for(scope.model if model is None else model, scope.model, scope.cut)
+        self._perturber = Perturber(self.mask, ascents, self._passes, self.adaptive)
+        self._perturber.check(base)
+        self.steps = 0  # taken so far
+        self._phase = Phase.IDLE
+        self._repeats = False  # whether the pass at w + eps repeats one at w
+        self._coming: tuple[int, Ascent | None] = -1, None  # the latest step that the schedule was asked for
+        self._used_gradients = UsedGradients()  # by the latest base step
+        self._reloads = 0  # how often what a step reads was replaced: a captured graph goes on reading the old
+        self._wrap(base, rho)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters; the mask is made anew in the next step."""
+        self._phase.refuse_inside_step("add_param_group")
+        rho = param_group.get("rho", self.defaults["rho"])
+        check_rho(rho, f"rho of parameter group {len(self.param_groups)}")
+        self.base_optimizer.add_param_group({**param_group, "rho": plain(rho)})
+        try:
+            check_groups(self.base_optimizer)
+            self._perturber.check(self.base_optimizer)
+        except UserError:
+            self.param_groups.pop()
+            raise
+        self._perturber.extend(len(self.param_groups[-1]["params"]))
+        self._reloads += 1
+
+    # ------------------------------------------------------------------------------------------- the step
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Closure) -> Any: ...
+    @torch.no_grad()
+    def step(self, closure: Closure | None = None) -> Any:
+        """Take one step.
+
+        Args:
+            closure: Clears the gradients, computes the loss and its gradient and returns the loss. It is called twice
+                in a sharpness-aware step, at w and at w + eps, also if rho or the mask is zero. It is called once in a
+                base step, and in a step whose ascent takes one pass. None: take the base step that ends the two-step
+                use, or a base step of the schedule.
+
+        Returns:
+            What the first call of the closure returned: the loss at w, or, in a step of one pass, at w + eps.
+        """
+        ascent = self._coming_ascent()
+        if closure is None:
+            self._end_pass(ascent)
+            return self._base_step()
+        self._phase.refuse_inside_step("step(closure)")
+        with torch.enable_grad():
+            loss = self._two_passes(closure, ascent) if self.needs_second_pass else self._one_pass(closure, ascent)
+        self._base_step()
+        return loss
+
+    def _two_passes(self, closure: Closure, ascent: Ascent | None) -> Any:
+        self._start()
+        self._phase = Phase.FIRST_PASS
+        try:
+            loss = self._passes.first(closure)
+            self._phase = Phase.IDLE
+            with self._perturbed(ascent, repeats=True, guard=False):
+                self._passes.second(closure, self._perturber.perturbed)
+        finally:
+            self._phase = Phase.IDLE if self._phase is Phase.FIRST_PASS else self._phase
+            self._passes.forget()
+        return loss
+
+    def _one_pass(self, closure: Closure, ascent: Ascent | None) -> Any:
+        self._start()
+        with self._perturbed(ascent, repeats=False, guard=False):
+            return closure()
+
+    def _end_pass(self, ascent: Ascent | None) -> None:
+        """Go back to w for a base step; refuse one that the coming step does not allow."""
+        if self._phase is Phase.IDLE and ascent is None:
+            self._ascend(None, repeats=False)
+        elif self._phase is Phase.IDLE and not self.needs_second_pass:
+            raise UserRuntimeError(
+                f"step() without closure needs `with opt.perturbed():` around the backward pass in a step of {ascent!r}"
+            )
+        elif self._phase is Phase.IDLE or self._phase is Phase.FIRST_PASS:
+            raise UserRuntimeError(
+                "step() without closure ends a step that first_step() or perturbed() began, but the "
+                f"optimizer is {self._phase.value}: SAM needs two gradients. Pass a closure, or call "
+                "first_step() after the first backward pass"
+            )
+        self._leave(Phase.READY)
+
+    def first_step(self, zero_grad: bool = False, scale: float | Tensor | None = None) -> None:
+        """Go from w to w + eps, by the gradients now in `.grad`. In a base step w stays.
+
+        Args:
+            zero_grad: Clear the gradients afterwards.
+            scale: What the loss was multiplied with, as by a GradScaler. An ascent that remembers gradients needs it;
+                the others do not.
+        """
+        self._ascend(self._coming_ascent(), scale=scale)
+        if zero_grad:
+            try:
+                self.zero_grad()
+            except BaseException:
+                self.restore()
+                raise
+
+    def second_step(self, zero_grad: bool = False) -> None:
+        """Go back to w, bit for bit, and take the base step with the gradients now in `.grad`.
+
+        Args:
+            zero_grad: Clear the gradients afterwards.
+        """
+        if self._phase is not Phase.PERTURBED:
+            raise UserRuntimeError(
+                f"second_step() needs first_step() before it, but the optimizer is {self._phase.value}"
+            )
+        self.step()
+        if zero_grad:
+            self.zero_grad()
+
+    @contextmanager
+    def perturbed(self, scale: float | Tensor | None = None) -> Iterator[None]:
+        """Be at w + eps inside the `with` block, and at w, bit for bit, after it.
+
+        eps comes from the gradients now in `.grad`. An ascent that takes one pass needs none: put the block around the
+        only backward pass. In a base step w stays. If the block ends without an exception, `step()` without closure
+        then takes the base step.
+
+        Args:
+            scale: See :meth:`first_step`.
+        """
+        with self._perturbed(self._coming_ascent(), scale=scale):
+            yield
+
+    @contextmanager
+    def _perturbed(self, ascent: Ascent | None, **options: Any) -> Iterator[None]:
+        self._ascend(ascent, **options)
+        try:
+            yield
+        except BaseException:
+            self.restore()
+            raise
+        self._leave(Phase.READY)
+
+    def restore(self) -> None:
+        """Give up a step that `first_step` began: go back to w, bit for bit. Does nothing between steps."""
+        self._leave(Phase.IDLE)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients. Between two steps, the next step starts here, whatever was pending."""
+        if self._phase is Phase.IDLE or self._phase is Phase.READY:
+            self._start()
+        super().zero_grad(set_to_none)
+
+    @property
+    def needs_second_pass(self) -> bool:
+        """Whether the coming step needs a second gradient, at w + eps."""
+        return (ascent := self._coming_ascent()) is not None and ascent.passes == 2
+
+    def masks(self) -> list[Tensor]:
+        """Return which weights the latest step perturbed: one bool tensor for each parameter, in the groups' order.
+
+        All are False after a base step.
+        """
+        if self._perturber.moved is None:
+            raise UserRuntimeError("there is no mask before the first step: it is made in that step")
+        return [m.clone() for m in expand(self._perturber.moved, self._params())]
+
+    def _coming_ascent(self) -> Ascent | None:
+        """Return the ascent of the coming step; the schedule is asked once a step."""
+        if self._coming[0] != self.steps:
+            self._coming = self.steps, self.schedule.ascent(self.steps, self.ascent)
+        return self._coming[1]
+
+    def _start(self) -> None:
+        self._phase = Phase.IDLE
+        self._passes.start()
+
+    @torch.no_grad()
+    def _ascend(
+        self,
+        ascent: Ascent | None,
+        *,
+        repeats: bool | None = None,
+        guard: bool = True,
+        scale: float | Tensor | None = None,
+    ) -> None:
+        """Go from w to w + eps.
+
+        The pass that follows may repeat one at w: its random numbers, without moving buffers. Where the caller does not
+        say so, it does if the ascent takes two passes, or if there is a gradient that no base step has used. A guard
+        is for steps that a gradient scaler skips, not for a closure's.
+        """
+        self._phase.refuse_inside_step("first_step() or perturbed()")
+        params, rhos = self._params_and_rhos()
+        if repeats is None:
+            repeats = self.needs_second_pass or self._used_gradients.any_new(params)
+        self._perturber.perturb(ascent, params, rhos, self.base_optimizer, step=self.steps, guard=guard, scale=scale)
+        self._phase, self._repeats = Phase.PERTURBED, repeats
+        try:
+            torch.clear_autocast_cache()  # a cast of w would otherwise be taken for one of w + eps
+            if repeats:
+                self._passes.begin_second()
+        except BaseException:
+            self.restore()
+            raise
+
+    @torch.no_grad()
+    def _leave(self, phase: Phase) -> None:
+        """Go back from w + eps to w, if that is where the weights are."""
+        if self._phase is not Phase.PERTURBED:
+            return
+        self._perturber.restore()
+        self._phase = phase
+        torch.clear_autocast_cache()
+        if self._repeats:
+            self._passes.end_second(complete=phase is Phase.READY)
+
+    def _base_step(self) -> None:
+        self.base_optimizer.step()
+        self.steps += 1
+        self._start()
+        self._used_gradients.note(self._params())
+
+    # ------------------------------------------------------------------------------------ saving, copying
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the base optimizer's state, rho, masks and counters: tensors and plain Python values only."""
+        self._phase.refuse_inside_step("state_dict()")
+        params = self._params()
+        own = {
+            "settings": self._settings(),
+            "shapes": [list(p.shape) for p in params],
+            "steps": self.steps,
+            **self._perturber.state(params, self.steps),
+        }
+        return {**self.base_optimizer.state_dict(), "sparsam": own}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned; the run then goes on as if it had not been interrupted.
+
+        The model and the settings of mask, ascent and schedule must be those of the saved run: otherwise an error says
+        what differs, and nothing is changed. The mask's seed is taken from the saved run, as is rho.
+        """
+        self._phase.refuse_inside_step("load_state_dict()")
+        params = self._params()
+        own = check_state(state_dict, self._settings(), params)
+        self.base_optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != "sparsam"})
+        self._perturber.load(own, params)
+        self.steps = own["steps"]
+        self._coming = -1, None
+        self._reloads += 1
+        self._start()
+
+    def _settings(self) -> dict[str, Any]:
+        policies = {"mask": self.mask, "ascent": self.ascent, "schedule": self.schedule}
+        settings = {name: policy.settings() for name, policy in policies.items()}
+        return {"base": type(self.base_optimizer).__name__, "adaptive": self.adaptive, **settings}
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._phase.refuse_inside_step("copying or pickling")
+        return {**super().__getstate__(), "_coming": (-1, None)}

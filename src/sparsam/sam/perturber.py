@@ -1,0 +1,165 @@
+"""How one step perturbs: which weights (mask) and which way (ascent), with what both keep between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from sparsam.ascents import Ascent, Memory
+from sparsam.masks.base import Mask
+from sparsam.passes import Passes
+from sparsam.perturbation import Saved, gradient_norm, perturb, restore
+from sparsam.sam.checks import check_gradients
+from sparsam.sam.mask_state import MaskState
+from sparsam.selection import Selection, copied, settle
+
+
+class Perturber:
+    """Adds eps to the weights and takes it back; owns the state of the mask and of the ascents.
+
+    Args:
+        mask: Which weights.
+        ascents: All ascents that a step may take.
+        passes: How passes are run, which tells the mask's scope.
+        adaptive: The perturbation of ASAM.
+    """
+
+    def __init__(self, mask: Mask, ascents: Sequence[Ascent], passes: Passes, adaptive: bool) -> None:
+        self.mask, self.ascents, self.passes, self.adaptive = MaskState(mask), list(ascents), passes, adaptive
+        self.memories: list[Memory] = [{} for _ in ascents]
+        self.moved: Selection | None = None  # what the latest step perturbed
+        self.saved: list[Saved] = []
+
+    def check(self, base: Optimizer) -> None:
+        """Refuse base optimizers that an ascent cannot work with."""
+        for ascent in self.ascents:
+            ascent.check(base)
+
+    def perturb(
+        self,
+        ascent: Ascent | None,
+        params: list[Tensor],
+        rhos: list[float | Tensor],
+        base: Optimizer,
+        *,
+        step: int,
+        guard: bool,
+        scale: float | Tensor | None,
+    ) -> None:
+        """Go from w to w + eps.
+
+        Args:
+            ascent: Which way; None: nowhere.
+            params, rhos: All parameters, each with the radius of its group.
+            base: The base optimizer.
+            step: How many steps were taken before this one.
+            guard: See :func:`sparsam.perturbation.perturb`.
+            scale: What the gradients are too large by.
+        """
+        if ascent is None:
+            self.moved = [False] * len(params)
+            return
+        grads: list[Tensor] = []
+        if ascent.passes == 1:
+            used = [i for i, p in enumerate(params) if p.requires_grad]
+            selection: Selection = [True] * len(params)
+        else:
+            check_gradients(params)
+            self.passes.find_scope(params)
+            in_scope = self.passes.in_scope(params)
+            selection = self.mask.selection(params, _eligible(params, in_scope), step)
+            used = [i for i, p in enumerate(params) if p.grad is not None and in_scope[i]]
+            grads = [params[i].grad for i in used]  # type: ignore[misc]
+            if scale is not None:
+                grads = list(torch._foreach_mul(grads, 1 / scale))
+        taking_part = [params[i] for i in used]
+        memory = self.memories[self.ascents.index(ascent)]
+        directions = ascent.direction(taking_part, grads, memory, base)
+        moving = [(i, d) for i, d in zip(used, directions, strict=True) if d is not None]
+        self.moved = selection if len(moving) == len(params) else _only(selection, {i for i, _ in moving})
+        if not moving:
+            return
+        radius = {id(rho): ascent.radius(rho) for rho in rhos}
+        w, d = [params[i] for i, _ in moving], [d for _, d in moving]
+        norm = gradient_norm(w, d, adaptive=self.adaptive)
+        self.saved = perturb(
+            w,
+            d,
+            [selection[i] for i, _ in moving],
+            [radius[id(rhos[i])] for i, _ in moving],
+            adaptive=self.adaptive,
+            norm=norm,
+            guard=guard,
+        )
+        ascent.remember(taking_part, grads, memory, norm)
+
+    def restore(self) -> None:
+        """Go back to w, bit for bit."""
+        restore(self.saved)
+        self.saved = []
+
+    @property
+    def perturbed(self) -> list[Tensor]:
+        """The parameters that eps was added to."""
+        return [p for saved in self.saved for p in saved.tensors]
+
+    def graph_inputs(self, params: Sequence[Tensor]) -> tuple[Selection | None, list[bool]]:
+        """Return what a captured step reads: the mask's tensors, and which parameters are trained."""
+        return self.mask.made and self.mask.made.selection, [p.requires_grad for p in params]
+
+    def mask_is_due(self, params: list[Tensor], step: int) -> bool:
+        """Tell whether a two-pass step makes the mask."""
+        return self.mask.is_due(step, _eligible(params, self.passes.in_scope(params)))
+
+    def extend(self, count: int) -> None:
+        """Make room for parameters that were added to the optimizer."""
+        self.mask.extend(count)
+        self.moved = self.moved and [*self.moved, *([False] * count)]
+
+    # ------------------------------------------------------------------------------------------------ state
+
+    def state(self, params: list[Tensor], step: int) -> dict[str, Any]:
+        """Return plain values and tensors."""
+        return {
+            "mask": self.mask.state(step),
+            "passes": self.passes.state(),
+            "moved": copied(self.moved),
+            "memories": [_copied_memory([memory.get(p) for p in params], params) for memory in self.memories],
+        }
+
+    def load(self, state: dict[str, Any], params: list[Tensor]) -> None:
+        """Load what :meth:`state` returned."""
+        self.mask.load(state["mask"], params)
+        self.passes.load(state["passes"])
+        self.moved = None if state["moved"] is None else settle(state["moved"], params)
+        self.memories = [
+            {p: kept for p, kept in zip(params, _copied_memory(memory, params), strict=True) if kept is not None}
+            for memory in state["memories"]
+        ]
+
+
+def _eligible(params: Sequence[Tensor], in_scope: Sequence[bool]) -> list[bool]:
+    return [p.requires_grad and inside for p, inside in zip(params, in_scope, strict=True)]
+
+
+def _only(selection: Selection, indices: set[int]) -> Selection:
+    return [m if i in indices else False for i, m in enumerate(selection)]
+
+
+def _copied_memory(
+    memory: Sequence[dict[str, Tensor] | None], params: Sequence[Tensor]
+) -> list[dict[str, Tensor] | None]:
+    """Copy what an ascent keeps to the parameters' devices; what parameters share they share in the copy too."""
+    copies: dict[tuple[int, torch.device], Tensor] = {}
+
+    def copy(t: Tensor, device: torch.device) -> Tensor:
+        return copies.setdefault((id(t), device), t.detach().to(device, copy=True))
+
+    return [
+        None if kept is None else {name: copy(t, p.device) for name, t in kept.items()}
+        for kept, p in zip(memory, params, strict=True)
+    ]

@@ -1,0 +1,113 @@
+"""What a step costs from each cut, and which cut a budget allows."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+from replay_models import BASE, CASES, closure_of, differences, snapshot
+
+from sparsam.replay import choose_cut, cut_costs
+from sparsam.replay.clock import Clock
+
+COSTS = {"a": 1.9, "b": 1.5, "c": 1.2, "d": 1.05}
+UNEVEN = {"a": 1.3, "b": 1.4, "c": 1.2}
+
+
+@pytest.mark.parametrize(
+    ("costs", "budget", "cut"),
+    [
+        (COSTS, 9.0, "a"),
+        (COSTS, 1.9, "a"),
+        (COSTS, 1.89, "b"),
+        (COSTS, 1.5, "b"),
+        (COSTS, 1.2, "c"),
+        (COSTS, 1.05, "d"),
+        (UNEVEN, 1.35, "a"),
+        (UNEVEN, 1.25, "c"),
+    ],
+)
+def test_the_earliest_cut_that_fits_is_chosen(costs, budget, cut):
+    assert choose_cut(costs, budget) == cut
+
+
+ABOVE_ONE = "budget must be a number above 1, what the base step alone costs, but is "
+REFUSED = {
+    "too little": (
+        COSTS,
+        1.01,
+        "budget must be at least 1.05, the cost of a step from the cheapest cut, 'd', but is 1.01",
+    ),
+    "too little, uneven": (
+        {"a": 1.1, "b": 1.4},
+        1.05,
+        "budget must be at least 1.1, the cost of a step from the cheapest cut, 'a', but is 1.05",
+    ),
+    "no cut": (
+        {},
+        1.9,
+        "the model has no cut that can be seen: nothing of a step could be left out (is it compiled as a whole? then "
+        "compile its blocks instead; does the closure run another model?)",
+    ),
+    "one": (COSTS, 1, ABOVE_ONE + "1"),
+    "below one": (COSTS, 0.5, ABOVE_ONE + "0.5"),
+    "no number": (COSTS, "1.2", ABOVE_ONE + "'1.2'"),
+    "not a number": (COSTS, math.nan, ABOVE_ONE + "nan"),
+    "no bound": (COSTS, math.inf, ABOVE_ONE + "inf"),
+    "true": (COSTS, True, ABOVE_ONE + "True"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name):
+    costs, budget, message = REFUSED[name]
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        choose_cut(costs, budget)
+
+
+class Script(Clock):
+    """A clock by which what lies between two stamps takes one second, and pieces of work what is given."""
+
+    def __init__(self, pieces: tuple[float, ...]) -> None:
+        super().__init__(torch.device("cpu"))
+        self.stamps, self.pieces, self.works = 0, pieces, 0
+
+    def now(self) -> float:
+        self.stamps += 1
+        return float(self.stamps)
+
+    def time(self, work) -> float:
+        work()
+        self.works += 1
+        return self.pieces[(self.works - 1) % len(self.pieces)]
+
+
+def test_costs_by_hand():
+    """A pass takes 1 s, the optimizer's step 0.25 s, perturbing all weights 0.1 s; the clock stamps each event in turn."""
+    model, batch = CASES["vgg"].model(), CASES["vgg"].batch()
+    base = torch.optim.SGD(model.parameters(), **BASE)
+    costs = cut_costs(model, closure_of(model, base.zero_grad, batch), base, clock=Script((1.0, 0.25, 0.1)))
+    cuts, events = list(costs), len(costs)
+    # In a pass: start, the calls of n modules, the arrivals of n - 1 gradients in the opposite order (the batch needs
+    # none, so the first counts to the end), end. So of 2n seconds, 2 (n - i) - 1 follow cut i, and 2n - 1 the first.
+    for i, cut in enumerate(cuts):
+        step = (2 * (events - i) - 1) / (2 * events)
+        assert cut.step == pytest.approx(step)
+        expected = 1 + (step * 1.0 + cut.weights * 0.1) / 1.25
+        assert costs[cut] == pytest.approx(expected, abs=0.005000001)
+
+
+def test_measuring_leaves_weights_buffers_and_random_numbers():
+    model, batch = CASES["vgg"].model(), CASES["vgg"].batch()
+    base = torch.optim.SGD(model.parameters(), **BASE)
+    closure = closure_of(model, base.zero_grad, batch)
+    torch.manual_seed(4)
+    before = snapshot(model)
+    costs = cut_costs(model, closure, base)
+    assert [key for key in differences(before, snapshot(model)) if "gradient" not in key] == []
+    assert not base.state
+    values = list(costs.values())
+    assert values == sorted(values, reverse=True)
+    assert all(cost >= 1 for cost in values)
