@@ -19,12 +19,13 @@ import torch
 from torch.nn import functional as F
 
 from cases import same
-from sparsam.analysis.runs import load_objective, run_mask
-from sparsam.runs.checkpoint import CheckpointError, load_checkpoint
+from sparsam.analysis.run_objective import load_objective, run_mask
+from sparsam.runs.build import build_loader, build_network
+from sparsam.runs.checkpoint import load_checkpoint
 from sparsam.runs.directory import RunDirectory
+from sparsam.runs.files import RunError
 from sparsam.runs.recipe import RecipeError
 from sparsam.training import Trainer, load_recipe, resume, train
-from sparsam.runs.build import build_loader, build_network
 from sparsam.training.comparison import compare_recipes
 from sparsam.training.progress import Progress
 from sparsam.training.trainer import Interrupted, new_run
@@ -315,13 +316,13 @@ def test_checkpoints_are_atomic_and_need_no_pickle(tmp_path, monkeypatch):
 
     monkeypatch.undo()
     torch.save({"model": Evil()}, last)
-    with pytest.raises(CheckpointError, match=r"last\.pt cannot be read"):
+    with pytest.raises(RunError, match=r"last\.pt cannot be read"):
         load_checkpoint(last, CPU)
     assert not sentinel.exists()
     last.write_bytes(before[:1000])
-    with pytest.raises(CheckpointError, match=r"last\.pt cannot be read"):
+    with pytest.raises(RunError, match=r"last\.pt cannot be read"):
         load_checkpoint(last, CPU)
-    with pytest.raises(CheckpointError, match="there is no checkpoint at"):
+    with pytest.raises(RunError, match="there is no checkpoint at"):
         load_checkpoint(tmp_path / "none.pt", CPU)
 
 

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from sparsam import __version__
 from sparsam.cli import doctor as doctor_module
+from sparsam.cli.analysis import COMMANDS, Device, find_device, measure_missing
 from sparsam.cli.convergence import convergence
-from sparsam.cli.looking import COMMANDS, Device, find_device, measure_missing
 from sparsam.cli.table import show_table
 from sparsam.errors import UserError, UserValueError
 from sparsam.report import collect, summary_table, write_report
@@ -241,8 +241,8 @@ def _accuracy(summary: dict[str, Any]) -> str:
     )
 
 
-for look in (*COMMANDS, convergence):
-    app.command()(look)
+for command in (*COMMANDS, convergence):
+    app.command()(command)
 
 
 def run() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sparsam.report.collect import Method, Statistic
+from sparsam.report.method import Method, Statistic
 
 NONE = "–"
 

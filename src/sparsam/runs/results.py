@@ -1,4 +1,4 @@
-"""Where results about a run are kept: small files in RUN/analysis, from which tables and figures are made again."""
+"""Results of analyses of a run: small files in RUN/analysis, from which tables and figures are made."""
 
 from __future__ import annotations
 
@@ -12,17 +12,30 @@ import torch
 
 from sparsam import __version__
 from sparsam.errors import UserValueError
-from sparsam.runs.directory import RunDirectory, replace_file
+from sparsam.runs.directory import RunDirectory
+from sparsam.runs.files import RunError, replace_file
+from sparsam.runs.record import Record
+
+SUFFIXES = (".json", ".npz")
+
+
+def result_file(run: str | Path, name: str) -> Path:
+    """Return where a result of a run is kept, such as RUN/analysis/hessian.json."""
+    return Path(run) / "analysis" / name
+
+
+def result_files(run: str | Path) -> list[Path]:
+    """Return all results of a run, by name."""
+    return sorted(file for file in (Path(run) / "analysis").glob("*.*") if file.suffix in SUFFIXES)
 
 
 def write_result(run: str | Path, name: str, values: dict[str, Any]) -> Path:
-    """Write plain values, with the versions that made them, to RUN/analysis/NAME.json, whole or not at all.
+    """Write plain values to RUN/analysis/NAME.json, with the versions that computed them.
 
-    With them goes how many epochs the run has finished (:func:`outdated`). JSON has no infinity: a number that is not
-    finite is null in the file.
+    The file also says how many epochs the run has finished (:func:`outdated`). JSON has no infinity: a number that is
+    not finite becomes null.
     """
-    path = Path(run) / "analysis" / f"{name}.json"
-    path.parent.mkdir(exist_ok=True)
+    path = result_file(run, f"{name}.json")
     versions = {"sparsam": __version__, "torch": torch.__version__}
     about = {"epochs": len(RunDirectory(run).metrics()), "versions": versions}
     replace_file(path, json.dumps(_finite({**values, **about}), indent=1) + "\n")
@@ -37,32 +50,31 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def read_result(run: str | Path, name: str) -> dict[str, Any]:
+    """Read what :func:`write_result` wrote. An error names the command that computes it."""
+    path = result_file(run, f"{name}.json")
+    if not path.is_file():
+        raise RunError(f"there is no {path}; compute it with: sparsam {name} {run}")
+    return Record.read(path).values
+
+
 def check_shared(runs: Sequence[Path], results: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> None:
-    """Refuse results of different settings, which do not compare; there may be fewer samples than were asked for."""
+    """Refuse to compare results that were computed with different settings.
+
+    A data set may have fewer samples than were asked for. Then what was asked for counts.
+    """
     for run, result in zip(runs, results, strict=True):
         for key in keys:
             here, there = (r.get(f"{key}_asked", r.get(key)) for r in (result, results[0]))
             if here != there:
                 raise UserValueError(
-                    f"runs must have the same settings to stand side by side, but {key} is {there} for {runs[0]} and "
-                    f"{here} for {run}"
+                    f"runs must have the same settings to be compared, but {key} is {there} for {runs[0]} and {here} "
+                    f"for {run}"
                 )
 
 
-def read_result(run: str | Path, name: str) -> dict[str, Any]:
-    """Read what :func:`write_result` wrote; an error says which command makes it."""
-    path = Path(run) / "analysis" / f"{name}.json"
-    if not path.is_file():
-        raise UserValueError(f"there is no {path}; make it with: sparsam {name} {run}")
-    try:
-        values: dict[str, Any] = json.loads(path.read_text())
-    except ValueError as error:
-        raise UserValueError(f"{path} cannot be read: {error}; make it anew with: sparsam {name} {run}") from error
-    return values
-
-
 def outdated(run: str | Path, result: Mapping[str, Any]) -> str:
-    """Return what to say of a result from before the run was continued; nothing where there is nothing to say."""
+    """Return a warning if the run was continued after a result was computed, else an empty text."""
     now = len(RunDirectory(run).metrics())
     then = result.get("epochs", now)
-    return f"{run} was measured after epoch {then} and has {now} by now: measure it again" if then != now else ""
+    return f"{run} was measured after epoch {then}, but has {now} epochs now: measure it again" if then != now else ""
