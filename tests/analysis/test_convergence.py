@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 
 import numpy as np
 import pytest
 import torch
-from test_commands import sparsam
+from commands import invoke
 
 from sparsam import SAM
 from sparsam.analysis.convergence import (
@@ -25,7 +26,6 @@ from sparsam.analysis.convergence import (
     walk,
 )
 from sparsam.analysis.problems import COSINE, PROBLEMS, ROBUST, SIGMOID, AdditiveNoise, Batches, build_problem
-from sparsam.cli.app import app
 from sparsam.selection import random_generator
 
 TERMS = {"cosine": COSINE, "robust": ROBUST, "sigmoid": SIGMOID}
@@ -380,7 +380,7 @@ def test_largest_rho():
 
 def test_the_command(tmp_path):
     chosen = ["--problem", "cosine", "--sparsity", 0.5, "--sparsity", 0.9]
-    done = sparsam("convergence", *chosen, "--steps", 20, "--seeds", 2, "-o", tmp_path, width=80)
+    done = invoke("convergence", *chosen, "--steps", 20, "--seeds", 2, "-o", tmp_path, width=80)
     lines = [line.split() for line in done.stdout.splitlines() if line.split()[:1] == ["cosine"]]
     assert [line[1:3] for line in lines] == [
         ["dense", "0"], ["random", "0.5"], ["dynamic", "0.5"], ["random", "0.9"], ["dynamic", "0.9"],
@@ -389,15 +389,11 @@ def test_the_command(tmp_path):
     assert [float(line[3]) for line in lines] == pytest.approx([c["mean"][-1] for c in result["curves"]], rel=0.01)
     assert (result["seeds"], result["steps"]) == (2, 20)
     assert all(0 < curve["largest_share"] < 1 for curve in result["curves"])
-    refused = sparsam("convergence", "--rho", 1.5, "-o", tmp_path, code=1)
+    refused = invoke("convergence", "--rho", 1.5, "-o", tmp_path, code=1)
     assert refused.stderr.startswith("error: rho_0 must be a number in [0, G eta_0]")
 
 
-def invoke(*arguments):
-    app(["convergence", *map(str, arguments)], standalone_mode=False)
-
-
-def test_redraw_needs_nothing_but_the_numbers(tmp_path, monkeypatch, capsys):
+def test_redraw_needs_nothing_but_the_numbers(tmp_path, monkeypatch):
     options = [
         "--problem",
         "sigmoid",
@@ -412,21 +408,17 @@ def test_redraw_needs_nothing_but_the_numbers(tmp_path, monkeypatch, capsys):
         "-o",
         tmp_path,
     ]
-    invoke(*options)
-    shown = capsys.readouterr().out
+    shown = invoke("convergence", *options).stdout
     data = (tmp_path / "convergence.json").read_bytes()
     pictures = [tmp_path / f"convergence.{suffix}" for suffix in ("png", "svg")]
     for picture in pictures:
         assert picture.stat().st_size > 10_000
         picture.unlink()
     monkeypatch.setattr("sparsam.analysis.convergence.walk", None)  # nothing is run
-    invoke("--redraw", "-o", tmp_path)
-    assert capsys.readouterr().out == shown
+    assert invoke("convergence", "--redraw", "-o", tmp_path).stdout == shown
     assert all(picture.is_file() for picture in pictures)
     assert (tmp_path / "convergence.json").read_bytes() == data
-    with pytest.raises(
-        ValueError, match=r"there is no .*nowhere/convergence.json to redraw; make it with: sparsam conv"
-    ):
-        invoke("--redraw", "-o", tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"as it was, so leave out --seeds, --sparsity$"):
-        invoke("--redraw", "--seeds", 2, "-o", tmp_path, "--sparsity", 0.5)
+    error = invoke("convergence", "--redraw", "-o", tmp_path / "nowhere", code=1).stderr
+    assert re.search(r"there is no .*nowhere/convergence.json to redraw; compute it with: sparsam conv", error)
+    error = invoke("convergence", "--redraw", "--seeds", 2, "-o", tmp_path, "--sparsity", 0.5, code=1).stderr
+    assert re.search(r"as they were measured, so leave out --seeds, --sparsity$", error)

@@ -14,8 +14,9 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from commands import ROOT, invoke
 from scipy.sparse.linalg import LinearOperator, eigsh
-from test_commands import ROOT, sparsam
+from small_models import CASES, conv, frozen, mlp, tied, trained_task
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -34,65 +35,11 @@ from sparsam.analysis.hessian import (
 )
 from sparsam.analysis.lanczos import lanczos, largest, quadrature
 from sparsam.analysis.objective import Objective
-from sparsam.analysis.runs import load_objective
+from sparsam.analysis.run_objective import load_objective
 from sparsam.analysis.sharpness import average_case, worst_case
-from test_fisher import TiedAutoencoder, trained_task
 
 # torch.func's forward mode compiles its formulas with torch's own, old compiler.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
-
-
-def mlp():
-    model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3)).double()
-    return model, F.cross_entropy, torch.randn(20, 6, dtype=torch.float64), torch.randint(0, 3, (20,))
-
-
-def conv():
-    t = trained_task()
-    return t.model, F.cross_entropy, t.x, t.y
-
-
-def tied():
-    x = torch.randn(9, 5, dtype=torch.float64)
-    return TiedAutoencoder(), F.mse_loss, x, x
-
-
-def shared():
-    """One layer under two names."""
-    layer = nn.Linear(5, 5).double()
-    model = nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh(), nn.Linear(5, 3).double())
-    return model, F.cross_entropy, torch.randn(20, 5, dtype=torch.float64), torch.randint(0, 3, (20,))
-
-
-def frozen():
-    model, *rest = conv()
-    model[0].requires_grad_(False)
-    return model, *rest
-
-
-def unused():
-    model, *rest = mlp()
-    model.register_parameter("unused", nn.Parameter(torch.ones(4, dtype=torch.float64)))
-    return model, *rest
-
-
-class Attention(nn.Module):
-    """Through kernels that have no second derivative, unless others are chosen."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.head = nn.Linear(4, 12).double(), nn.Linear(4, 3).double()
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).unsqueeze(1).chunk(3, dim=-1)
-        return self.head(F.scaled_dot_product_attention(q, k, v)[:, 0].mean(1))
-
-
-def attention():
-    return Attention(), F.cross_entropy, torch.randn(8, 6, 4, dtype=torch.float64), torch.randint(0, 3, (8,))
-
-
-CASES = [mlp, conv, tied, shared, frozen, unused, attention]
 
 
 def objective_of(case, **options):
@@ -531,7 +478,7 @@ QUICK = ["--samples", 200, "--probes", 2, "--steps", 10, "--device", "cpu"]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     path = tmp_path_factory.mktemp("runs") / "digits"
-    sparsam("train", "recipes/digits-sgd.toml", "--set", "train.epochs=1", "-o", path, "--device", "cpu")
+    invoke("train", "recipes/digits-sgd.toml", "--set", "train.epochs=1", "-o", path, "--device", "cpu")
     return path
 
 
@@ -539,7 +486,7 @@ def run(tmp_path_factory):
 def measured(run, tmp_path_factory):
     output = tmp_path_factory.mktemp("figures")
     return (
-        sparsam("hessian", run, *QUICK, "-o", output),
+        invoke("hessian", run, *QUICK, "-o", output),
         output,
         json.loads((run / "analysis/hessian.json").read_text()),
     )
@@ -579,7 +526,7 @@ def test_command_draws_again_without_measuring(run, measured, tmp_path):
     done, _, result = measured
     copied = tmp_path / "digits"
     shutil.copytree(run, copied, ignore=shutil.ignore_patterns("checkpoints"))
-    again = sparsam("hessian", copied, copied, "--redraw", "-o", tmp_path / "figures")
+    again = invoke("hessian", copied, copied, "--redraw", "-o", tmp_path / "figures")
     rows = [
         [line for line in text.splitlines() if line.split()[:1] == ["digits"]] for text in (done.stdout, again.stdout)
     ]
@@ -589,15 +536,15 @@ def test_command_draws_again_without_measuring(run, measured, tmp_path):
 
 
 def test_command_refuses(run, tmp_path):
-    done = sparsam("hessian", run, *QUICK, "--memory", 0.001, "-o", tmp_path, code=1)
+    done = invoke("hessian", run, *QUICK, "--memory", 0.001, "-o", tmp_path, code=1)
     assert "error: memory_limit must hold 12 vectors for k=5 eigenvalues" in done.stderr
     assert "or lower k (k is --top, memory_limit is --memory)" in done.stderr
-    done = sparsam("hessian", run, *QUICK, "--top", 60, "-o", tmp_path, code=1)
+    done = invoke("hessian", run, *QUICK, "--top", 60, "-o", tmp_path, code=1)
     assert "error: products must be a whole number >= 2 k = 120, but is 100 (k is --top" in done.stderr
     bare = tmp_path / "bare"
     shutil.copytree(run, bare, ignore=shutil.ignore_patterns("analysis"))
-    done = sparsam("hessian", bare, "--redraw", "-o", tmp_path, code=1)
-    assert f"there is no {bare}/analysis/hessian.json; make it with: sparsam hessian" in done.stderr
+    done = invoke("hessian", bare, "--redraw", "-o", tmp_path, code=1)
+    assert f"there is no {bare}/analysis/hessian.json; compute it with: sparsam hessian" in done.stderr
     assert not list(tmp_path.glob("*.png"))
 
 
@@ -610,4 +557,4 @@ def test_command_says_that_it_was_stopped(run, tmp_path):
         process.send_signal(signal.SIGINT)
         last = process.stderr.read().splitlines()[-1]
     assert process.returncode == 1
-    assert last == "digits: stopped, and nothing new of it is kept; runs before it are"
+    assert last == "digits: stopped; nothing new of it was saved, results of earlier runs were"

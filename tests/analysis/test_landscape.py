@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from browser import Page
-from test_commands import sparsam
+from commands import invoke
 from torch import nn
 from torch.nn import functional as F
 
@@ -30,8 +30,10 @@ from sparsam.analysis.objective import Objective
 from sparsam.cli import landscape as command
 from sparsam.data import load_digits
 from sparsam.models import build_model
-from sparsam.report.landscape_figure import Scale, caption, draw_figures, labels
-from sparsam.report.landscape_page import write_page
+from sparsam.report.landscape_figure import draw_figures
+from sparsam.report.landscape_page import write_landscapes
+from sparsam.report.landscape_scale import Scale
+from sparsam.report.landscape_words import caption, labels
 from sparsam.selection import random_generator
 from sparsam.training.trainer import Interrupted
 
@@ -684,7 +686,7 @@ def test_figures_are_written(name, tmp_path):
             assert len(colours) > (20 if line or name in ("nothing", "constant") else 300)
         else:
             assert file.read_text().count("<path") > 20
-    page = write_page(shown, tmp_path / "page.html").read_text()
+    page = write_landscapes(shown, tmp_path / "page.html").read_text()
     assert not re.findall(r"(?:src|href)\s*=|url\(|@import|https?://(?!www\.w3\.org/2000/svg)", page)
     assert page.count("<script") == 2
     assert "<b>SSAM" not in page
@@ -733,7 +735,7 @@ def test_the_page_can_be_turned_and_read(chromium, tmp_path):
     from selenium.webdriver import ActionChains
 
     shown = [with_losses(landscapes()[0], gap), *landscapes()[1:]]
-    page = Page(chromium, write_page(shown, tmp_path / "page.html")).open()
+    page = Page(chromium, write_landscapes(shown, tmp_path / "page.html")).open()
     page.problems()  # those of earlier pages
     page.open()
     assert page.text(".panels h2") == ["SGD", "SAM", "<b>SSAM</b> & co"]
@@ -787,7 +789,7 @@ def wait(page):
 
 def test_the_page_of_a_line(chromium, tmp_path):
     shown = landscapes(1)
-    page = Page(chromium, write_page([with_losses(shown[0], gap), *shown[1:]], tmp_path / "page.html")).open()
+    page = Page(chromium, write_landscapes([with_losses(shown[0], gap), *shown[1:]], tmp_path / "page.html")).open()
     page.problems()
     page.open()
     lines = page.all("path[data-run]")
@@ -807,13 +809,13 @@ def runs(tmp_path_factory):
     place = tmp_path_factory.mktemp("runs")
     for method in ("sgd", "sam"):
         options = ["--set", "train.epochs=1", "--device", "cpu", "--output", place / method]
-        sparsam("train", f"recipes/digits-{method}.toml", *options)
+        invoke("train", f"recipes/digits-{method}.toml", *options)
     return place
 
 
 def test_the_command_end_to_end(runs, tmp_path):
     options = ["--points", 4, "--samples", 5000, "--device", "cpu", "-o", tmp_path]
-    text = sparsam("landscape", runs / "sgd", runs / "sam", *options).stdout
+    text = invoke("landscape", runs / "sgd", runs / "sam", *options).stdout
     for name in ("landscape-contour.png", "landscape-contour.svg", "landscape-surface.png", "landscape-surface.svg"):
         assert (tmp_path / name).stat().st_size > 20_000
     assert (tmp_path / "landscape.html").stat().st_size > 20_000
@@ -842,14 +844,14 @@ def test_the_command_end_to_end(runs, tmp_path):
     before = Landscape.load(file)
     marked = before.losses + 1
     replace(before, losses=marked).save(file)
-    sparsam("landscape", runs / "sgd", *options)
+    invoke("landscape", runs / "sgd", *options)
     assert Landscape.load(file).losses.tobytes() == marked.tobytes()
     before.save(file)
-    done = sparsam("landscape", runs / "sgd", *options, "--seed", 7, code=1)
+    done = invoke("landscape", runs / "sgd", *options, "--seed", 7, code=1)
     assert "seed 0, now 7. Delete it to start anew (--overwrite does)" in " ".join(done.stderr.split())
-    sparsam("landscape", runs / "sgd", *options, "--overwrite", "--precision", "fp8", code=1)
+    invoke("landscape", runs / "sgd", *options, "--overwrite", "--precision", "fp8", code=1)
     assert Landscape.load(file).settings["seed"] == 0
-    sparsam("landscape", runs / "sgd", *options, "--seed", 7, "--overwrite")
+    invoke("landscape", runs / "sgd", *options, "--seed", 7, "--overwrite")
     assert Landscape.load(file).settings["seed"] == 7
     before.save(file)
 
@@ -867,30 +869,30 @@ def test_the_command_draws_again_without_a_model(runs, tmp_path):
     for name in ("sgd", "sam"):
         t = task()
         loss_landscape(t.model, F.cross_entropy, (t.x, t.y), points=3, file=place / name / "analysis" / "landscape.npz")
-    sparsam("landscape", place / "sgd", place / "sam", "--redraw", "-o", tmp_path / "out")
+    invoke("landscape", place / "sgd", place / "sam", "--redraw", "-o", tmp_path / "out")
     assert (tmp_path / "out" / "landscape-surface.svg").stat().st_size > 10_000
     loss_landscape(t.model, F.cross_entropy, (t.x, t.y), points=4, file=place / "c" / "analysis" / "landscape.npz")
-    done = sparsam("landscape", place / "sgd", place / "c", "--redraw", "-o", tmp_path / "out", code=1)
-    assert "to stand side by side, but points is 3 for" in done.stderr
-    done = sparsam("landscape", place / "d", "--redraw", code=1)
-    assert "make it with: sparsam landscape" in done.stderr
+    done = invoke("landscape", place / "sgd", place / "c", "--redraw", "-o", tmp_path / "out", code=1)
+    assert "to be compared, but points is 3 for" in done.stderr
+    done = invoke("landscape", place / "d", "--redraw", code=1)
+    assert "compute it with: sparsam landscape" in done.stderr
 
 
 def test_the_command_along_principal_directions(runs, tmp_path):
     options = ["--points", 3, "--samples", 50, "--device", "cpu", "-o", tmp_path, "--directions", "pca"]
     other = ["--checkpoint", runs / "sam" / "checkpoints" / "last.pt"]
-    sparsam("landscape", runs / "sgd", "--dimensions", 1, *options, *other)
+    invoke("landscape", runs / "sgd", "--dimensions", 1, *options, *other)
     found = Landscape.load(runs / "sgd" / "analysis" / "landscape-line.npz")
     assert found.path.tolist() == [[1.0]]
     assert found.settings["samples"] == 50
     assert {f.name for f in tmp_path.iterdir()} == {f"landscape-line.{suffix}" for suffix in ("png", "svg", "html")}
-    done = sparsam("landscape", runs / "sgd", *options, *other, code=1)
+    done = invoke("landscape", runs / "sgd", *options, *other, code=1)
     assert "2 principal ones, but the 1 given differ in 1" in done.stderr
 
 
 def test_the_command_refuses_before_it_computes(runs, tmp_path):
     for arguments, message in [
-        ([tmp_path], "is not the directory of a run"),
+        ([tmp_path], "is not a run directory"),
         (
             [runs / "sgd", "--checkpoint", "x.pt"],
             "--checkpoint must be given for --directions pca, and only then, but --directions is random",
@@ -898,7 +900,7 @@ def test_the_command_refuses_before_it_computes(runs, tmp_path):
         ([runs / "sam", "--directions", "pca", "--checkpoint", "x.pt"], "there is no checkpoint at x.pt"),
         ([runs / "sam", "--precision", "fp8"], "precision must be one of"),
     ]:
-        assert message in sparsam("landscape", *arguments, "--device", "cpu", code=1).stderr
+        assert message in invoke("landscape", *arguments, "--device", "cpu", code=1).stderr
 
 
 def test_ctrl_c_keeps_the_points_and_the_same_command_goes_on(runs, monkeypatch):

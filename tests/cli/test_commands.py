@@ -13,23 +13,9 @@ from statistics import fmean, stdev
 
 import pytest
 from browser import Page
+from commands import sparsam
 
-ROOT = Path(__file__).parents[2]
 QUICK = ["--set", "train.epochs=3", "--set", "train.deterministic=true", "--device", "cpu"]
-
-
-def sparsam(*arguments, code=0, cwd=ROOT, width=120):
-    done = subprocess.run(
-        [sys.executable, "-m", "sparsam", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": str(width)},
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    return done
 
 
 @pytest.fixture(scope="module")
@@ -162,8 +148,8 @@ REFUSED = [
     (["train", "recipes/imagenet-resnet50-sgd.toml", "--set", "data.root=nowhere", "-o", "{tmp}/y"], "error: there is no folder nowhere"),
     (["train", "--resume", "{tmp}", "--model", "resnet18"], "--set, --model and --output do not go with it"),
     (["train", "recipes/digits-sam.toml", "--model", "resnet19", "-o", "{tmp}/z"], "error: model must be one of resnet18,"),
-    (["train", "--resume", "{tmp}"], "is not the directory of a run: it has no recipe.json"),
-    (["evaluate", "{tmp}"], "is not the directory of a run: it has no recipe.json"),
+    (["train", "--resume", "{tmp}"], "is not a run directory: it has no recipe.json"),
+    (["evaluate", "{tmp}"], "is not a run directory: it has no recipe.json"),
     (["report", "{tmp}"], "is not a run directory: it has no recipe.json"),
 ]  # fmt: skip
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from test_commands import sparsam
+from commands import sparsam
 from torch import nn
 
 from sparsam import SAM, BudgetMask

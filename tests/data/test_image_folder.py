@@ -19,17 +19,9 @@ import numpy as np
 import pytest
 import torch
 
-from sparsam.data.image_folder import (
-    MEAN,
-    STD,
-    FolderLoader,
-    ImageFolderError,
-    crop_box,
-    decode,
-    load_image_folder,
-    random_resized_crop,
-    resize_and_crop,
-)
+from sparsam.data.decoding import crop_box, decode, random_resized_crop, resize_and_crop
+from sparsam.data.image_files import ImageFolderError, load_image_folder
+from sparsam.data.image_folder import MEAN, STD, FolderLoader
 from sparsam.data.loaders import AUGMENT, ORDER
 from sparsam.selection import random_generator
 

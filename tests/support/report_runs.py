@@ -140,7 +140,7 @@ def analysed_runs(root, figures):
 
     from sparsam.analysis.run_sharpness import measure_sharpness
     from sparsam.cli import gradients, hessian, landscape
-    from sparsam.report.mask_figure import draw_masks
+    from sparsam.report.mask_figure import RunMasks, draw_masks
     from sparsam.runs.directory import RunDirectory
     from sparsam.training import load_recipe, train
 
@@ -158,5 +158,5 @@ def analysed_runs(root, figures):
     for dimensions in (1, 2):
         found = [landscape.measure(run, dimensions=dimensions, **some, **few) for run in runs]
         landscape.show(runs, found, figures)
-    draw_masks([(run.name, RunDirectory(run).metrics()) for run in runs[1:]], figures / "masks")
+    draw_masks([RunMasks(run.name, "SSAM-F", RunDirectory(run).metrics()) for run in runs[1:]], figures / "masks")
     return runs

@@ -32,7 +32,8 @@ from sparsam.errors import UserValueError
 from sparsam.masks.norm import NORMALISATION
 from sparsam.perturbation import restore, save
 from sparsam.randomness import random_generator
-from sparsam.runs.checkpoint import CheckpointError, load_checkpoint
+from sparsam.runs.checkpoint import load_checkpoint
+from sparsam.runs.files import RunError
 
 Direction = list[Tensor]
 Checkpoint = str | Path | Mapping[str, Tensor]
@@ -191,5 +192,5 @@ def _read(path: Path) -> dict[str, Any]:
     content = load_checkpoint(path, torch.device("cpu"))
     weights = content.get("model", content)  # a run's checkpoint, or a plain state dict
     if not isinstance(weights, Mapping):
-        raise CheckpointError(f"{path} holds neither a run's checkpoint nor a state dict")
+        raise RunError(f"{path} holds neither a run's checkpoint nor a state dict")
     return dict(weights)

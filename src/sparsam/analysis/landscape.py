@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,6 +31,7 @@ from sparsam.analysis.fusion import fastest
 from sparsam.analysis.objective import Objective
 from sparsam.checks import check_choice, check_number, check_whole
 from sparsam.errors import UserValueError
+from sparsam.runs.files import RunError, replace_file
 
 PRECISIONS = ("fp32", "bf16")
 BATCH = 1000
@@ -80,36 +80,23 @@ class Landscape:
 
     def save(self, file: str | Path) -> None:
         """Write it to an npz file: after a crash at any moment there is either the old one or the new one."""
-        file = Path(file)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        words = {"settings": self.settings, "explained": self.explained, "about": self.about}
-        unfinished = file.with_name(file.name + ".unfinished")
-        with unfinished.open("wb") as stream:
-            np.savez(
-                stream,
-                losses=self.losses,
-                axis=self.axis,
-                centre=self.centre,
-                finished=self.finished,
-                path=self.path,
-                words=json.dumps(words),
-            )
-            stream.flush()
-            os.fsync(stream.fileno())
-        unfinished.replace(file)
+        words = json.dumps({"settings": self.settings, "explained": self.explained, "about": self.about})
+        arrays: dict[str, Any] = {"losses": self.losses, "axis": self.axis, "path": self.path}
+        numbers: dict[str, Any] = {"centre": self.centre, "finished": self.finished}
+        replace_file(Path(file), lambda stream: np.savez(stream, **arrays, **numbers, words=np.array(words)))
 
     @classmethod
     def load(cls, file: str | Path) -> Landscape:
         """Read what :meth:`save` wrote."""
         if not Path(file).is_file():
-            raise UserValueError(f"there is no landscape at {file}")
+            raise RunError(f"there is no landscape at {file}")
         try:
             with Path(file).open("rb") as stream, np.load(stream) as saved:
                 arrays = {key: saved[key] for key in ("losses", "axis", "path")}
                 words = json.loads(str(saved["words"]))
                 return cls(centre=float(saved["centre"]), finished=int(saved["finished"]), **arrays, **words)
         except Exception as error:  # whatever numpy, zip and JSON say of a damaged file
-            raise UserValueError(f"{file} cannot be read as a landscape: {error}") from error
+            raise RunError(f"{file} cannot be read as a landscape: {error}") from error
 
 
 def loss_landscape(

@@ -9,9 +9,9 @@ import torch
 
 from sparsam.analysis.hessian import top_eigenvalues
 from sparsam.analysis.objective import Objective
-from sparsam.analysis.results import write_result
-from sparsam.analysis.runs import load_objective, run_mask
+from sparsam.analysis.run_objective import load_objective, run_mask
 from sparsam.analysis.sharpness import average_case, worst_case
+from sparsam.runs.results import write_result
 
 
 def measure_sharpness(

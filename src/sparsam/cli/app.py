@@ -13,7 +13,7 @@ from sparsam.cli.convergence import convergence
 from sparsam.cli.cuts import cuts
 from sparsam.cli.doctor import doctor
 from sparsam.cli.evaluate import evaluate
-from sparsam.cli.looking import COMMANDS
+from sparsam.cli.analysis import COMMANDS
 from sparsam.cli.recipes import recipes
 from sparsam.cli.report import report
 from sparsam.cli.train import train

@@ -8,7 +8,7 @@ from typing import Annotated
 import rich
 import typer
 
-from sparsam.cli.looking import Device, find_device, measure_missing
+from sparsam.cli.analysis import Device, find_device, measure_missing
 from sparsam.cli.options import MaxSteps, Set, overrides
 from sparsam.cli.report import show_runs
 

@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from sparsam.cli.looking import Device, find_device
+from sparsam.cli.analysis import Device, find_device
 from sparsam.errors import UserValueError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Annotated
 import rich
 import typer
 
-from sparsam.cli.looking import Device, find_device
+from sparsam.cli.analysis import Device, find_device
 
 
 def evaluate(

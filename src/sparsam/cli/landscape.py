@@ -17,14 +17,15 @@ from rich.table import Table
 from rich.text import Text
 
 from sparsam.analysis.landscape import Landscape, loss_landscape
-from sparsam.analysis.results import check_shared
-from sparsam.analysis.runs import load_objective
+from sparsam.analysis.run_objective import load_objective
 from sparsam.cli.names import names_of
 from sparsam.errors import UserValueError
 from sparsam.report.landscape_figure import draw_figures
-from sparsam.report.landscape_page import write_page
-from sparsam.runs.checkpoint import CheckpointError
+from sparsam.report.landscape_page import write_landscapes
+from sparsam.runs.checkpoint import check_checkpoint
 from sparsam.runs.directory import RunDirectory
+from sparsam.runs.files import RunError
+from sparsam.runs.results import check_shared, result_file
 from sparsam.training.interrupt import Interrupted, stopping_on_signals
 
 NAMES = {1: "landscape-line", 2: "landscape"}  # lines and planes lie beside each other
@@ -38,8 +39,7 @@ def check(*, directions: str, checkpoints: Sequence[Path]) -> None:
         given = f"--directions is {directions}" if checkpoints else "there is none"
         raise UserValueError(f"--checkpoint must be given for --directions pca, and only then, but {given}")
     for file in checkpoints:
-        if not file.is_file():
-            raise CheckpointError(f"there is no checkpoint at {file}")
+        check_checkpoint(file)
 
 
 def measure(
@@ -96,7 +96,7 @@ def load(run: Path, dimensions: int) -> Landscape:
     """Read what was computed before, be it unfinished."""
     file = _file(run, dimensions)
     if not file.is_file():
-        raise UserValueError(f"there is no {file}; make it with: sparsam landscape {run} --dimensions {dimensions}")
+        raise RunError(f"there is no {file}; compute it with: sparsam landscape {run} --dimensions {dimensions}")
     return Landscape.load(file)
 
 
@@ -114,7 +114,7 @@ def show(runs: Sequence[Path], landscapes: Sequence[Landscape], output: Path) ->
         points = str(shown.finished) if shown.complete else f"{shown.finished} of {shown.losses.size}"
         table.add_row(Text(name), f"{shown.centre:.4g}", *whole, str(shown.gaps), points)
     files = draw_figures(landscapes, output)
-    page = write_page(landscapes, output / f"{NAMES[landscapes[0].losses.ndim]}.html")
+    page = write_landscapes(landscapes, output / f"{NAMES[landscapes[0].losses.ndim]}.html")
     console = Console(highlight=False)
     console.print(table)
     figures = ", ".join(str(file) for file in files if file.suffix == ".png")
@@ -122,7 +122,7 @@ def show(runs: Sequence[Path], landscapes: Sequence[Landscape], output: Path) ->
 
 
 def _file(run: Path, dimensions: int) -> Path:
-    return run / "analysis" / f"{NAMES[dimensions]}.npz"
+    return result_file(run, f"{NAMES[dimensions]}.npz")
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sparsam.report.collect import Method, Statistic
+from sparsam.report.method import Method, Statistic
 
 NONE = "–"
 
@@ -71,20 +71,28 @@ def _milliseconds(value: float) -> str:
 
 
 def _row(method: Method, methods: Sequence[Method], further: Sequence[str]) -> tuple[Cell, ...]:
-    accuracy, memory, seconds, step = method.accuracy, method.peak_memory_mb, method.seconds, method.step_ms
+    accuracy, memory, seconds = method.accuracy, method.peak_memory_mb, method.seconds
     return (
         Cell(method.label, "; ".join(_notes(method, methods))),
         Cell(str(len(method.counted))),
         Cell(_spread(accuracy, 100, ".2f"), _best(method)),
         Cell(_scaled(method.perturbed, 100, ".1f")),
         Cell(_times(method.theoretical_flops.mean if method.theoretical_flops else None)),
-        Cell(_times(method.relative_step), _milliseconds(step) if step else ""),
+        _step_cell(method),
         Cell(_scaled(memory, 1, ",.0f")),
         Cell(duration(seconds.mean) if seconds else NONE),
         Cell(_values(method.weight_decay)),
         Cell(_values(method.rho), ", ".join(method.other_radii)),
         *(Cell(_spread(method.extra.get(label), 1, ".3g", ".2g")) for label in further),
     )
+
+
+def _step_cell(method: Method) -> Cell:
+    """Say what a step takes: in turn with the base optimizer's, with half of the quartiles' range, or in the run."""
+    ratio, step = method.step_ratio, method.step_ms
+    if ratio is None:
+        return Cell(_times(method.relative_step), _milliseconds(step) if step else "")
+    return Cell(f"{_times(ratio.median)} ± {(ratio.high - ratio.low) / 2:.2f}", f"median of {ratio.rounds} rounds")
 
 
 def _notes(method: Method, methods: Sequence[Method]) -> list[str]:

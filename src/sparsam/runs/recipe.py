@@ -31,6 +31,9 @@ from sparsam.runs.library import find_recipe
 from sparsam.runs.schema import RecipeError, as_table, build, has_meaning, merge, parse_overrides
 
 
+__all__ = ["Recipe", "RecipeError", "load_recipe", "recipe_from", "relevant_overrides"]
+
+
 def _table(schema: Any) -> Any:
     return field(default_factory=partial(build, schema, {}))
 

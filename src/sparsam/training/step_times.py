@@ -9,11 +9,10 @@ counts as often as it comes in a run.
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -23,6 +22,7 @@ from sparsam.replay.clock import Clock
 from sparsam.runs.build import build_loader, build_network
 from sparsam.runs.config import MaskConfig, SamConfig
 from sparsam.runs.recipe import Recipe
+from sparsam.runs.step_time import StepRatio
 from sparsam.schedules import EveryNth, EveryStep
 from sparsam.training.build import Context, build_ascent, build_base, build_mask, build_sam, build_schedule
 from sparsam.training.step import TrainingStep, is_captured
@@ -31,30 +31,6 @@ from sparsam.training.trainer import prepare_torch, total_steps
 WARM_UP = 5  # steps of each sort before the first round; a CUDA graph is captured in them
 CAPTURED_STEPS = 10  # in each turn, where one is too short to be timed
 NEVER = 2**62  # steps
-
-
-@dataclass(frozen=True)
-class StepRatio:
-    """Of the ratios of a method's step to the base optimizer's in the same round: the median and the quartiles."""
-
-    median: float
-    low: float
-    high: float
-    rounds: int
-
-    @classmethod
-    def of(cls, ratios: Sequence[float]) -> StepRatio:
-        """Return what matters of the ratios of all rounds.
-
-        >>> StepRatio.of([1.9, 2.0, 9.0])
-        StepRatio(median=2.0, low=1.95, high=5.5, rounds=3)
-        """
-        low, median, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else 3 * ratios
-        return cls(median, low, high, len(ratios))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-        return asdict(self)
 
 
 class Part(NamedTuple):

@@ -1,4 +1,4 @@
-"""JSON files of runs, whose errors name the file and the problem."""
+"""JSON files of runs. An error names the file and the key."""
 
 from __future__ import annotations
 
@@ -9,16 +9,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from sparsam.errors import UserValueError
-
-
-class ReportError(UserValueError):
-    """A run that cannot be shown; the message names the file and the problem."""
+from sparsam.runs.files import RunError, read_text
 
 
 @dataclass(frozen=True)
 class Record:
-    """A JSON object that complains by the name of its file."""
+    """A JSON object. Its errors name the file it was read from."""
 
     source: str
     values: dict[str, Any]
@@ -30,27 +26,27 @@ class Record:
 
     @classmethod
     def parse(cls, text: str, source: str) -> Record:
-        """Read a text; errors call it `source`."""
+        """Parse a text. Errors call it `source`."""
         try:
             values = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ReportError(f"{source} is not valid JSON: {error}") from error
+            raise RunError(f"{source} is not valid JSON: {error}") from error
         if not isinstance(values, dict):
-            raise ReportError(f"{source} must hold a JSON object, but holds {shown(values)}")
+            raise RunError(f"{source} must hold a JSON object, but holds {shown(values)}")
         return cls(source, values)
 
     def get(self, key: str) -> Any:
-        """Return what stands under a dotted key."""
+        """Return the value of a dotted key."""
         value: Any = self.values
         for part in key.split("."):
             if not isinstance(value, dict) or part not in value:
-                raise ReportError(f"{self.source} has no {key!r}")
+                raise RunError(f"{self.source} has no {key!r}")
             value = value[part]
         return value
 
-    def wrong(self, key: str, allowed: str) -> ReportError:
-        """Return the error that says what is allowed under a key."""
-        return ReportError(f"{self.source}: {key} must be {allowed}, but is {shown(self.get(key))}")
+    def wrong(self, key: str, allowed: str) -> RunError:
+        """Return the error for a value that is not allowed."""
+        return RunError(f"{self.source}: {key} must be {allowed}, but is {shown(self.get(key))}")
 
     def text(self, key: str) -> str:
         """Return a text that is not empty."""
@@ -101,21 +97,11 @@ class Record:
 
 
 def is_number(value: Any) -> bool:
-    """Say whether JSON calls it a number."""
+    """Tell whether a value is a JSON number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def shown(value: Any) -> str:
-    """Write a value for an error, cut off where it is long."""
+    """Return a value as text for an error message, shortened if it is long."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def read_text(path: Path) -> str:
-    """Read a file of a run."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise ReportError(f"{path.parent} has no {path.name}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ReportError(f"{path} cannot be read: {error}") from error

@@ -1,4 +1,4 @@
-"""The commands that look at trained runs."""
+"""The commands that analyse trained runs: landscape, hessian, sharpness, gradients, masks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from sparsam.cli.names import names_of, ordered
 from sparsam.errors import UserValueError
 
 Runs = Annotated[list[Path], typer.Argument(help="Directories of runs.")]
-Samples = Annotated[int, typer.Option(min=1, help="Training images to look at, the same for all runs.")]
+Samples = Annotated[int, typer.Option(min=1, help="Training images to measure over, the same for all runs.")]
 Best = Annotated[bool, typer.Option("--best", help="The best epoch's weights in place of the last.")]
 Seed = Annotated[int, typer.Option(min=0, help="Where random numbers start.")]
-Redraw = Annotated[bool, typer.Option("--redraw", help="Show what was measured before, as it was.")]
+Redraw = Annotated[bool, typer.Option("--redraw", help="Show earlier results, measure nothing.")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="Where figures are written.")]
 DataRoot = Annotated[
     Path | None, typer.Option(help="Where the data is now, if not where the runs had it (data.root of a recipe).")
@@ -62,6 +63,7 @@ def sharpness(
         best=best,
         data_root=data_root,
     )
+    runs = ordered(runs)
     results = _results("sharpness", context, runs, measure, module.SHARED, redraw=redraw, best=best, device=device)
     module.show(runs, results)
 
@@ -91,29 +93,31 @@ def gradients(
 
     measure = partial(module.measure, rho=rho, batch_size=batch_size, batches=batches, best=best, data_root=data_root)
     options: dict[str, Any] = {"redraw": redraw, "best": best, "device": device, "output": output}
+    runs = ordered(runs)
     results = _results("gradients", context, runs, measure, module.SHARED, **options)
     module.show(runs, results, output)
 
 
 def masks(runs: Runs, output: Output = Path("runs/analysis")) -> None:
-    """Draw which layers the masks of runs perturb, and how the masks move from epoch to epoch.
+    """Draw which layers the masks of runs perturb, and how the masks change from epoch to epoch.
 
     Example:
     ```
     sparsam masks runs/demo/*-ssam-*-seed0
     ```
     """
-    from sparsam.cli.names import names_of
-    from sparsam.report.mask_figure import draw_masks
+    from sparsam.report.mask_figure import RunMasks, draw_masks
     from sparsam.runs.directory import RunDirectory
 
-    for run in runs:
-        RunDirectory(run).recipe()  # or it says that this is no run
-    metrics = [(name, RunDirectory(run).metrics()) for name, run in zip(names_of(runs), runs, strict=True)]
-    shown = [(name, epochs) for name, epochs in metrics if any(epoch["mask_density"] for epoch in epochs)]
-    files = draw_masks(shown or metrics, output / "masks")
-    if len(shown) < len(metrics):
-        print(f"Without a mask: {', '.join(pair[0] for pair in metrics if pair not in shown)}")
+    runs = ordered(runs)
+    found = [
+        RunMasks(name, RunDirectory(run).recipe().method, RunDirectory(run).metrics())
+        for name, run in zip(names_of(runs), runs, strict=True)
+    ]
+    shown = [run for run in found if run.epochs]
+    files = draw_masks(shown or found, output / "masks")
+    if len(shown) < len(found):
+        print(f"Without a mask: {', '.join(run.label for run in found if not run.epochs)}")
     print(f"Figures: {', '.join(map(str, files))}")
 
 
@@ -159,6 +163,7 @@ def hessian(
         data_root=data_root,
     )
     options: dict[str, Any] = {"redraw": redraw, "best": best, "device": device, "output": output}
+    runs = ordered(runs)
     results = _results("hessian", context, runs, measure, module.SHARED, **options)
     module.show(runs, results, output)
 
@@ -178,7 +183,7 @@ def landscape(
     samples: Samples = 10_000,
     seed: Seed = 0,
     best: Best = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Forget what was computed before.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Compute anew what was computed before.")] = False,
     redraw: Redraw = False,
     output: Output = Path("runs/analysis"),
     data_root: DataRoot = None,
@@ -197,11 +202,11 @@ def landscape(
     """
     from sparsam.cli import landscape as module
 
-    checkpoints = checkpoint or []
+    runs, checkpoints = ordered(runs), checkpoint or []
     if redraw:
         check_redraw(context, "dimensions")
         found = [module.load(run, dimensions) for run in runs]
-        tell_outdated(runs, [shown.about for shown in found])
+        warn_outdated(runs, [shown.about for shown in found])
     else:
         place = find_device(device)
         check_runs(runs, best=best, output=output)
@@ -242,63 +247,65 @@ def _results(
     device: str | None,
     output: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure runs one by one, or read what was measured before, which must be of the same settings."""
-    from sparsam.analysis.results import check_shared, read_result
+    """Measure runs one by one, or read earlier results, which must have the same settings."""
+    from sparsam.runs.results import check_shared, read_result
     from sparsam.training.interrupt import Interrupted
 
     if redraw:
         check_redraw(context)
         results = [read_result(run, name) for run in runs]
         check_shared(runs, results, shared)
-        tell_outdated(runs, results)
+        warn_outdated(runs, results)
         return results
     check_runs(runs, best=best, output=output)
     place, results = find_device(device), []
     for run in runs:
-        with nullcontext() if name == "hessian" else told(f"{run.name}: {name}"):  # which has a bar of its own
+        with nullcontext() if name == "hessian" else status(f"{run.name}: {name}"):  # hessian has its own bar
             try:
                 results.append(measure(run, device=place))
             except KeyboardInterrupt:
-                raise Interrupted(f"{run.name}: stopped, and nothing new of it is kept; runs before it are") from None
+                raise Interrupted(
+                    f"{run.name}: stopped; nothing new of it was saved, results of earlier runs were"
+                ) from None
     return results
 
 
 def check_redraw(context: typer.Context, *allowed: str) -> None:
-    """Refuse options of a measurement beside --redraw, which shows what was measured before, as it was."""
+    """Refuse options of a measurement beside --redraw, which measures nothing."""
     named = [name for name in context.params if name not in ("runs", "redraw", "output", *allowed)]
     chosen = [name for name in named if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
     if chosen:
         given = ", ".join(f"--{name.replace('_', '-')}" for name in chosen)
-        raise UserValueError(f"--redraw shows what was measured before, as it was, so leave out {given}")
+        raise UserValueError(f"--redraw shows earlier results as they were measured, so leave out {given}")
 
 
-def tell_outdated(runs: Sequence[Path], results: Sequence[Mapping[str, Any]]) -> None:
-    """Say which results are from before a run was continued."""
-    from sparsam.analysis.results import outdated
+def warn_outdated(runs: Sequence[Path], results: Sequence[Mapping[str, Any]]) -> None:
+    """Name the runs that were continued after their result was computed."""
+    from sparsam.runs.results import outdated
 
     for text in filter(None, map(outdated, runs, results)):
         Console(stderr=True, highlight=False).print(text, style="yellow", markup=False)
 
 
 def measure_missing(runs: list[Path], rho: float, device: Any) -> None:
-    """Measure the sharpness of those runs of which it is not known."""
-    from sparsam.analysis.results import outdated, read_result
+    """Measure the sharpness of those runs that have no such result yet."""
     from sparsam.analysis.run_sharpness import measure_sharpness
+    from sparsam.runs.results import outdated, read_result, result_file
 
     wanted = {"rho": rho, "ascent": 1, "samples_asked": 10_000, "weights": "last"}
     for run in runs:
-        if (run / "analysis" / "sharpness.json").is_file():
+        if result_file(run, "sharpness.json").is_file():
             known = read_result(run, "sharpness")
             if {key: known.get(key) for key in wanted} == wanted and not outdated(run, known):
                 continue
-        with told(f"{run.name}: sharpness"):
+        with status(f"{run.name}: sharpness"):
             measure_sharpness(run, rho=rho, samples=10_000, device=device)
 
 
 def check_runs(runs: list[Path], *, best: bool, output: Path | None = None) -> None:
-    """Refuse what would fail after some of the runs are done."""
+    """Refuse at once what would fail only after some of the runs are measured."""
     from sparsam.errors import need
-    from sparsam.runs.checkpoint import CheckpointError
+    from sparsam.runs.checkpoint import check_checkpoint
     from sparsam.runs.directory import RunDirectory
 
     if output is not None:
@@ -308,18 +315,16 @@ def check_runs(runs: list[Path], *, best: bool, output: Path | None = None) -> N
     for run in runs:
         directory = RunDirectory(run)
         directory.recipe()
-        file = directory.best if best else directory.last
-        if not file.is_file():
-            raise CheckpointError(f"there is no checkpoint at {file}")
+        check_checkpoint(directory.best if best else directory.last)
 
 
-def told(text: str) -> Any:
-    """Show what is being done, on a terminal."""
+def status(text: str) -> Any:
+    """Show on a terminal what is being computed."""
     return Console(stderr=True).status(text)
 
 
 def find_device(name: str | None) -> Any:
-    """Return a device by its name; the default is a GPU if there is one."""
+    """Return a device by its name. The default is a GPU if there is one."""
     import torch
 
     from sparsam.training.environment import default_device
@@ -331,6 +336,6 @@ def find_device(name: str | None) -> Any:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UserValueError(
-            f"--device must be a device that is there, such as cpu or cuda, but {name!r} is not: {error}"
+            f"--device must be a device of this machine, such as cpu or cuda, but {name!r} is not: {error}"
         ) from error
     return device

@@ -1,4 +1,4 @@
-"""What the commands that look at a trained run have left in RUN/analysis, in a few numbers."""
+"""The results in RUN/analysis, each in a few numbers."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparsam.report.record import Record, ReportError
+from sparsam.analysis.landscape import Landscape
 from sparsam.report.table import NONE
+from sparsam.runs.record import Record
+from sparsam.runs.results import result_files
 
 
 @dataclass(frozen=True)
 class Result:
-    """A file, and what it says in short; files that no command of ours has made say nothing."""
+    """A file, and its most important numbers. A file that is not from a command of sparsam has none."""
 
     file: Path
     numbers: dict[str, str]
 
 
 def read_results(run: Path) -> list[Result]:
-    """Return what is known about a run, by the name of the file.
+    """Return the results of a run, by the name of the file.
 
     Raises:
-        ReportError: A file is not as it should be.
+        RunError: A file cannot be read, or lacks a number.
     """
-    files = sorted(file for file in (run / "analysis").glob("*.*") if file.suffix in (".json", ".npz"))
-    return [Result(file, READERS[file.name](file) if file.name in READERS else {}) for file in files]
+    return [Result(file, READERS[file.name](file) if file.name in READERS else {}) for file in result_files(run)]
 
 
 def _sharpness(file: Path) -> dict[str, str]:
@@ -65,13 +66,8 @@ def _gradients(file: Path) -> dict[str, str]:
 
 
 def _landscape(file: Path) -> dict[str, str]:
-    from sparsam.analysis.landscape import Landscape
-
-    try:
-        found = Landscape.load(file)
-    except ValueError as error:
-        raise ReportError(str(error)) from error
-    # The median of a part of the grid would not compare with others.
+    found = Landscape.load(file)
+    # The median of a part of the grid does not compare with others.
     whole = found.complete and math.isfinite(found.median)
     return {
         "loss at w": f"{found.centre:.4g}",
@@ -84,12 +80,12 @@ def _landscape(file: Path) -> dict[str, str]:
 
 
 def _images(samples: object) -> dict[str, str]:
-    """Say how many images were looked at, without which numbers do not compare."""
+    """Say how many images a number is measured over: numbers over other images do not compare."""
     return {"images": f"{samples:,}"} if isinstance(samples, int) else {}
 
 
 def _of_the_best(weights: object) -> dict[str, str]:
-    """Say so where it was not the last epoch's weights that were looked at."""
+    """Say so if the weights are not those of the last epoch."""
     return {"weights": "of the best epoch"} if weights == "best" else {}
 
 

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_commands import sparsam
+from commands import invoke
 from torch.nn import functional as F
 
-from sparsam.analysis.results import read_result, write_result
 from sparsam.cli.names import names_of
 from sparsam.cli.sharpness import show
 from sparsam.data import load_digits
 from sparsam.data.augment import normalise
 from sparsam.models import build_model
-from sparsam.report.mask_figure import draw_masks
+from sparsam.report.mask_figure import RunMasks, draw_masks
+from sparsam.runs.results import read_result, write_result
 from sparsam.selection import random_generator
 from sparsam.training import load_recipe, train
 
@@ -67,7 +67,7 @@ def rise(model, x, y, rho, mask=None, adaptive=False):
 
 
 def test_sharpness_of_a_run(run):
-    text = sparsam("sharpness", run, "--rho", 0.2, "--noise", 3, *FEW).stdout
+    text = invoke("sharpness", run, "--rho", 0.2, "--noise", 3, *FEW).stdout
     result = json.loads((run / "analysis" / "sharpness.json").read_text())
     model, x, y, mask = trained(run, 200)
     assert result["loss"] == pytest.approx(F.cross_entropy(model(x), y).item(), rel=1e-5)
@@ -87,15 +87,15 @@ def test_sharpness_of_a_run(run):
     assert result["lambda1"] == pytest.approx(largest, rel=0.03)
     assert result["samples"] == 200
     assert f"{result['worst_case']:.3g}" in text
-    again = sparsam("sharpness", run, "--redraw").stdout
+    again = invoke("sharpness", run, "--redraw").stdout
     assert again == text
-    assert "λ1" in sparsam("report", run, "--output", run.parent / "page.html").stdout
+    assert "λ1" in invoke("report", run, "--output", run.parent / "page.html").stdout
     assert "Loss rise" in (run.parent / "page.html").read_text()
 
 
 def test_gradients_of_a_run(run, tmp_path):
     command = ["gradients", run, "--rho", 0.2, "--batch-size", 50, "--batches", 2, "--output", tmp_path]
-    text = sparsam(*command, "--device", "cpu").stdout
+    text = invoke(*command, "--device", "cpu").stdout
     result = json.loads((run / "analysis" / "gradients.json").read_text())
     model, x, y, _ = trained(run, 100)
     params = list(model.parameters())
@@ -118,11 +118,11 @@ def test_gradients_of_a_run(run, tmp_path):
     assert f"{100 * result['below_zero']['']:.1f}" in text
     figures = {p.name for p in tmp_path.iterdir()}
     assert figures == {f"{n}.{s}" for n in ("gradients", f"gradients-{run.name}") for s in ("png", "svg")}
-    assert sparsam(*command[:2], "--redraw", "--output", tmp_path).stdout.split() == text.split()
+    assert invoke(*command[:2], "--redraw", "--output", tmp_path).stdout.split() == text.split()
 
 
 def test_masks_of_a_run(run, tmp_path):
-    sparsam("masks", run, "--output", tmp_path)
+    invoke("masks", run, "--output", tmp_path)
     svg = (tmp_path / "masks.svg").read_text()
     assert (tmp_path / "masks.png").stat().st_size > 10_000
     for text in ("digits-ssam-f-seed0", "the epoch before", "the first epoch", "layer2.0", "head.2"):
@@ -134,12 +134,12 @@ def test_masks_of_a_run(run, tmp_path):
 def test_a_rise_that_is_infinite_is_shown_and_stops_no_report(run, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(run, other)
-    sparsam("sharpness", other, "--noise", 2, *FEW)
+    invoke("sharpness", other, "--noise", 2, *FEW)
     values = read_result(other, "sharpness")
     write_result(other, "sharpness", values | {"worst_case": math.inf})
     assert read_result(other, "sharpness")["worst_case"] is None
-    assert "not finite" in sparsam("sharpness", other, "--redraw").stdout
-    sparsam("report", other, "--output", tmp_path / "page.html")
+    assert "not finite" in invoke("sharpness", other, "--redraw").stdout
+    invoke("report", other, "--output", tmp_path / "page.html")
     assert "not finite" in (tmp_path / "page.html").read_text()
 
 
@@ -148,8 +148,8 @@ def test_nothing_is_measured_if_a_later_run_is_missing(run, tmp_path):
     shutil.copytree(run, other)
     shutil.rmtree(other / "analysis", ignore_errors=True)
     for command in ("hessian", "gradients", "sharpness", "landscape"):
-        error = sparsam(command, other, tmp_path, "--device", "cpu", code=1).stderr
-        assert f"{tmp_path} is not the directory of a run" in error
+        error = invoke(command, other, tmp_path, "--device", "cpu", code=1).stderr
+        assert f"{tmp_path} is not a run directory" in error
     assert not (other / "analysis").exists()
 
 
@@ -163,18 +163,18 @@ def test_results_of_different_settings_do_not_stand_side_by_side(run, tmp_path):
     ):
         figures = [] if command == "sharpness" else ["--output", tmp_path]
         few = ["--device", "cpu", *([] if command == "gradients" else ["--samples", 50])]
-        sparsam(command, run, *one, *few, *figures)
-        sparsam(command, other, *two, *few, *figures)
-        error = sparsam(command, run, other, "--redraw", *figures, code=1).stderr
-        assert "runs must have the same settings to stand side by side, but" in error
+        invoke(command, run, *one, *few, *figures)
+        invoke(command, other, *two, *few, *figures)
+        error = invoke(command, run, other, "--redraw", *figures, code=1).stderr
+        assert "runs must have the same settings to be compared, but" in error
     both = [read_result(path, "sharpness") for path in (run, other)]
     for path, samples, asked in zip((run, other), (40, 50), (50, 50), strict=True):  # one has less data than asked for
         write_result(path, "sharpness", both[0] | {"samples": samples, "samples_asked": asked})
-    assert "over 40 or 50 images" in sparsam("sharpness", run, other, "--redraw").stdout
+    assert "over 40 or 50 images" in invoke("sharpness", run, other, "--redraw").stdout
     for path, result in zip((run, other), both, strict=True):
         write_result(path, "sharpness", result)
-    sparsam("sharpness", other, "--samples", 60, "--noise", 2, "--device", "cpu")  # and seeds of two sizes do not mix
-    sparsam("report", run, other, "--output", tmp_path / "page.html")
+    invoke("sharpness", other, "--samples", 60, "--noise", 2, "--device", "cpu")  # and seeds of two sizes do not mix
+    invoke("report", run, other, "--output", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert "λ1 (50 images)" in page
     assert "λ1 (60 images)" in page
@@ -183,26 +183,26 @@ def test_results_of_different_settings_do_not_stand_side_by_side(run, tmp_path):
 def test_results_from_before_a_run_was_continued(run, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(run, other)
-    sparsam("sharpness", other, "--samples", 50, "--noise", 2, "--device", "cpu")
-    assert "was measured" not in sparsam("sharpness", other, "--redraw").stderr
-    assert "λ1" in sparsam("report", other, "--output", tmp_path / "page.html").stdout
+    invoke("sharpness", other, "--samples", 50, "--noise", 2, "--device", "cpu")
+    assert "was measured" not in invoke("sharpness", other, "--redraw").stderr
+    assert "λ1" in invoke("report", other, "--output", tmp_path / "page.html").stdout
     lines = (other / "metrics.jsonl").read_text().splitlines(keepends=True)
     third = json.dumps(json.loads(lines[-1]) | {"epoch": 3}) + "\n"
     (other / "metrics.jsonl").write_text("".join([*lines, third]))
-    told = " ".join(sparsam("sharpness", other, "--redraw").stderr.split())
-    assert "was measured after epoch 2 and has 3 by now: measure it again" in told
-    assert "λ1" not in sparsam("report", other, "--output", tmp_path / "page.html").stdout
+    told = " ".join(invoke("sharpness", other, "--redraw").stderr.split())
+    assert "was measured after epoch 2, but has 3 epochs now: measure it again" in told
+    assert "λ1" not in invoke("report", other, "--output", tmp_path / "page.html").stdout
     (other / "analysis" / "sharpness.json").write_text("{")
-    error = " ".join(sparsam("sharpness", other, "--redraw", code=1).stderr.split())
-    assert "sharpness.json cannot be read: Expecting property name" in error
+    error = " ".join(invoke("sharpness", other, "--redraw", code=1).stderr.split())
+    assert "sharpness.json is not valid JSON: Expecting property name" in error
 
 
 def test_runs_of_one_name(run, tmp_path, monkeypatch):
     places = [tmp_path / name / "run [b]{x}" for name in ("one", "two")]
     for place in places:
         shutil.copytree(run, place)
-        sparsam("gradients", place, "--batches", 1, "--device", "cpu", "--output", tmp_path / "figures")
-    shown = sparsam("gradients", *places, "--redraw", "--output", tmp_path / "figures").stdout
+        invoke("gradients", place, "--batches", 1, "--device", "cpu", "--output", tmp_path / "figures")
+    shown = invoke("gradients", *places, "--redraw", "--output", tmp_path / "figures").stdout
     assert all(f"{name}/run [b]{{x}} " in shown for name in ("one", "two"))
     files = {f.stem for f in (tmp_path / "figures").iterdir()}
     assert files == {"gradients", *(f"gradients-{name}run [b]{{x}}" for name in ("", "one-", "two-"))}
@@ -227,7 +227,7 @@ def test_the_data_may_have_moved(run, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(run, other)
     (other / "recipe.json").write_text(json.dumps(recipe))
-    error = sparsam("gradients", other, "--data-root", tmp_path / "there", "--device", "cpu", code=1).stderr
+    error = invoke("gradients", other, "--data-root", tmp_path / "there", "--device", "cpu", code=1).stderr
     assert str(tmp_path / "there") in "".join(error.split("\n"))
 
 
@@ -236,34 +236,37 @@ def test_masks_of_runs_without_one(run, tmp_path):
     shutil.copytree(run, other)
     lines = [json.loads(line) | {"mask_density": None} for line in (run / "metrics.jsonl").read_text().splitlines()]
     (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert "Without a mask: plain" in sparsam("masks", run, other, "--output", tmp_path).stdout
-    assert "a run must have a mask to draw, but plain has none" in sparsam("masks", other, code=1).stderr
+    assert "Without a mask: plain" in invoke("masks", run, other, "--output", tmp_path).stdout
+    assert "a run must have a mask to draw, but plain has none" in invoke("masks", other, code=1).stderr
 
 
-@pytest.mark.parametrize(("shares", "words"), [([0, 0.5, 1], "comes and goes"), ([1, 1, 1], "does not move")])
+@pytest.mark.parametrize(("shares", "words"), [([0, 0.5, 1], "comes and goes"), ([1, 1, 1], "does not change")])
 def test_masks_of_whole_layers(shares, words, tmp_path):
     metrics = [
         {"epoch": i, "mask_density": {"stem": 0.0, "head": share}, "mask_kept": None} for i, share in enumerate(shares)
     ]
-    _, drawn = draw_masks([("ssam-c", metrics)], tmp_path / "masks")
+    _, drawn = draw_masks([RunMasks("ssam-c", "SSAM-C", metrics)], tmp_path / "masks")
     assert f"<!-- the mask {words} -->" in drawn.read_text()
 
 
 def test_what_cannot_be_looked_at(run, tmp_path):
     for arguments, text in [
-        (["sharpness", tmp_path], f"error: {tmp_path} is not the directory of a run: it has no recipe.json"),
-        (["gradients", tmp_path, "--redraw"], "error: there is no .*gradients.json; make it with: sparsam gradients"),
+        (["sharpness", tmp_path], f"error: {tmp_path} is not a run directory: it has no recipe.json"),
+        (
+            ["gradients", tmp_path, "--redraw"],
+            "error: there is no .*gradients.json; compute it with: sparsam gradients",
+        ),
         (["sharpness", run, "--redraw", "--rho", 0.2, "--adaptive-rho", 2], "so leave out --rho, --adaptive-rho$"),
         (["gradients", run, "--redraw", "--best", "--device", "cpu"], "so leave out --best, --device$"),
         (["landscape", run, "--redraw", "--dimensions", 1, "--points", 3], "so leave out --points$"),
         (["sharpness", run, "--rho", "-1"], "error: rho must be a finite number >= 0, but is -1.0"),
-        (["masks", tmp_path], f"error: {tmp_path} is not the directory of a run: it has no recipe.json"),
+        (["masks", tmp_path], f"error: {tmp_path} is not a run directory: it has no recipe.json"),
         (
             ["gradients", run, "--output", __file__],
             f"error: --output must be a folder for figures, but {__file__} is a",
         ),
     ]:
-        assert re.search(text.replace("(", r"\("), sparsam(*arguments, code=1).stderr)
+        assert re.search(text.replace("(", r"\("), invoke(*arguments, code=1).stderr)
 
 
 def test_compare_measures_what_is_missing(tmp_path):
@@ -277,12 +280,12 @@ def test_compare_measures_what_is_missing(tmp_path):
         "--sharpness",
         0.1,
     ]
-    text = sparsam(*command, "--device", "cpu").stdout
+    text = invoke(*command, "--device", "cpu").stdout
     assert "λ1" in text
     file = tmp_path / "digits-sgd-seed0" / "analysis" / "sharpness.json"
     before = file.stat().st_mtime_ns
-    sparsam(*command, "--device", "cpu")
+    invoke(*command, "--device", "cpu")
     assert file.stat().st_mtime_ns == before
-    sparsam("sharpness", file.parent.parent, "--best", "--device", "cpu")  # of other weights, so not what compare needs
-    sparsam(*command, "--device", "cpu")
+    invoke("sharpness", file.parent.parent, "--best", "--device", "cpu")  # of other weights, so not what compare needs
+    invoke(*command, "--device", "cpu")
     assert json.loads(file.read_text())["weights"] == "last"
