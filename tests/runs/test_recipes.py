@@ -134,6 +134,10 @@ def test_refused(override, message):
             "[optimizer]\nmomentum = 0.0\n[schedule]\nname = 'last-steps'\nfraction = 0.3\nbefore = 'momentum'",
             "optimizer.momentum must be above 0 for schedule.before.name = momentum, but is 0",
         ),
+        (
+            "train.precision = 'fp16'\n[mask]\nname = 'suffix'\ncut = 'layer2'",
+            "train.precision must be fp32 or bf16 for mask.name = suffix: fp16 steps have no closure",
+        ),
         ("[data", "recipe.toml is not valid TOML"),
         ("extends = 'gone.toml'", "recipe.toml: there is no recipe at "),
         ("extends = 'digit-sgd'", "recipe.toml: there is no recipe named 'digit-sgd'; did you mean digits-sgd"),

@@ -1,58 +1,25 @@
-"""The trainer: its numbers, its files, and runs that are stopped and taken up again."""
+"""The trainer: its numbers, its files, and what the masks of its epochs select."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import shutil
-import signal
-import subprocess
 import sys
-import time
-import weakref
-from pathlib import Path
 
 import pytest
 import torch
+from digits_runs import CPU, equal, final_weights, numbers, recipe
 from torch.nn import functional as F
 
 from cases import same
-from sparsam.analysis.runs import load_objective, run_mask
+from sparsam.analysis.run_objective import load_objective, run_mask
+from sparsam.errors import UserError
 from sparsam.runs.build import build_loader, build_network
-from sparsam.runs.checkpoint import CheckpointError, load_checkpoint
 from sparsam.runs.directory import RunDirectory
-from sparsam.runs.recipe import RecipeError
-from sparsam.training import Trainer, load_recipe, resume, train
-from sparsam.training.comparison import compare_recipes
+from sparsam.training import RecipeError, train
+from sparsam.training.launch import new_run
 from sparsam.training.progress import Progress
-from sparsam.training.trainer import Interrupted, new_run
-
-ROOT = Path(__file__).parents[2]
-CPU = torch.device("cpu")
-METHODS = ["sgd", "sam", "ssam-f", "ssam-d", "ssam-c"]
-NAMED = {  # a cut that is measured depends on a clock
-    "ssam-c": ["mask.cut=layer3", "mask.late=true", "mask.late_share=0.75", "mask.momentum_rho=0.5"]
-}
-EVENLY = ["mask.late=false", "mask.late_share=0", "mask.momentum_rho=0"]
-TIMES = {"seconds", "elapsed", "step_ms"}
-
-
-def recipe(method="sam", *settings):
-    return load_recipe(
-        ROOT / f"recipes/digits-{method}.toml",
-        ["train.epochs=2", "train.deterministic=true", *NAMED.get(method, []), *settings],
-    )
-
-
-def numbers(metrics):
-    """All but the times."""
-    return [{key: value for key, value in m.items() if key not in TIMES} for m in metrics]
-
-
-def final_weights(path):
-    return list(load_checkpoint(Path(path) / "checkpoints" / "last.pt", CPU)["model"].values())
 
 
 def test_sgd_equals_a_plain_loop(tmp_path):
@@ -86,62 +53,6 @@ def test_sgd_equals_a_plain_loop(tmp_path):
     assert metrics[-1]["test_accuracy"] == right / 597
 
 
-def equal(one, other):
-    """Tell whether two nested states are the same, bit for bit."""
-    if isinstance(one, torch.Tensor):
-        return same([one], [other])
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return one == other
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_dying_in_an_evaluation_and_resuming_is_bit_exact(tmp_path, method, monkeypatch):
-    """The checkpoint then stands after the last batch of the epoch, and the metrics of the epoch are yet to come."""
-    settings = ["train.checkpoint_steps=12", "train.epochs=3"]
-    train(recipe(method, *settings), tmp_path / "whole", device=CPU)
-    evaluate, calls = Trainer.evaluate, []
-
-    def dies(self):
-        calls.append(1)
-        if len(calls) == 2:
-            raise MemoryError
-        return evaluate(self)
-
-    monkeypatch.setattr(Trainer, "evaluate", dies)
-    with pytest.raises(MemoryError):
-        train(recipe(method, *settings), tmp_path / "died", device=CPU)
-    monkeypatch.undo()
-    saved = load_checkpoint(tmp_path / "died" / "checkpoints" / "last.pt", CPU)
-    assert (saved["epoch"], saved["batch"]) == (1, 12)
-    with (tmp_path / "died" / "metrics.jsonl").open("a") as file:
-        file.write('{"epoch": 2, "half a li')
-    resume(tmp_path / "died", device=CPU)
-    runs = [RunDirectory(tmp_path / name) for name in ("whole", "died")]
-    assert numbers(runs[0].metrics()) == numbers(runs[1].metrics())
-    states = [load_checkpoint(run.last, CPU) for run in runs]
-    for key in ("model", "optimizer", "rng", "best"):
-        assert equal(states[0][key], states[1][key]), key
-
-
-def test_a_run_can_move_to_a_device_that_keeps_numbers_in_tensors(tmp_path):
-    """As on CUDA, where a captured step reads lr and rho from tensors: loading must leave them there."""
-    train(recipe("sam"), tmp_path / "run", device=CPU)
-    trainer = Trainer(recipe("sam"), RunDirectory(tmp_path / "run"), device=CPU)
-    group = trainer.opt.param_groups[0]
-    group["lr"], group["rho"], group["fused"] = torch.tensor(9.0), torch.tensor(9.0), True
-    lr, rho = group["lr"], group["rho"]
-    trainer.load(tmp_path / "run" / "checkpoints" / "last.pt")
-    group = trainer.opt.param_groups[0]
-    assert group["lr"] is lr
-    assert group["rho"] is rho
-    assert rho.item() == pytest.approx(0.1)
-    assert 0 < lr.item() < 0.05
-    assert group["fused"] is True
-
-
 @pytest.mark.filterwarnings("ignore")  # of dynamo, about itself
 def test_compiled_blocks_have_the_same_numbers(tmp_path, monkeypatch):
     import torch.nn as nn
@@ -161,9 +72,10 @@ def test_compiled_blocks_have_the_same_numbers(tmp_path, monkeypatch):
 def test_masks_follow_the_runs_seed(tmp_path):
     masks = []
     for seed in (0, 1):
-        train(recipe("ssam-d", f"train.seed={seed}", "train.epochs=1"), tmp_path / str(seed), device=CPU)
-        saved = load_checkpoint(tmp_path / str(seed) / "checkpoints" / "last.pt", CPU)
-        masks.append([m for m in saved["optimizer"]["sparsam"]["selection"] if isinstance(m, torch.Tensor)])
+        r = recipe("ssam-d", f"train.seed={seed}", "train.max_steps=1")
+        trainer = new_run(r, tmp_path / str(seed), device=CPU)
+        trainer.run()
+        masks.append(trainer.opt.masks())
     assert not equal(*masks)
 
 
@@ -207,130 +119,44 @@ def test_seeds_matter_and_repeat(tmp_path):
     assert not same(results["a"], results["c"])
 
 
-FIXED = ("train.epochs=3", "train.deterministic=true")
+SETTINGS = [
+    ["train.precision=bf16"],
+    ["train.precision=fp16"],
+    ["train.precision=fp16", "ascent=friendly", "schedule=last-steps", "schedule.fraction=0.7"],
+    ["train.precision=fp16", "schedule=last-steps", "schedule.fraction=0.7", "schedule.before=momentum"],
+    ["optimizer.name=adamw", "optimizer.lr=0.003"],
+    ["train.channels_last=false"],
+    ["mask.name=norm"],
+    ["mask.name=random"],
+    ["mask.name=suffix", "mask.cut=layer2", "mask.inner=random"],
+    ["ascent=momentum"],
+    ["schedule=every-nth", "schedule.n=5"],
+    ["sam.adaptive=true", "sam.rho=1"],
+    ["train.label_smoothing=0.1"],
+    ["model.name=wrn-10-1"],
+]
 
 
-def start(method, path, *settings, resume_run=False):
-    arguments = (
-        ["--resume", str(path)]
-        if resume_run
-        else [f"{ROOT}/recipes/digits-{method}.toml", "--output", str(path)]
-        + [part for s in (*FIXED, *NAMED.get(method, []), *settings) for part in ("--set", s)]
-    )
-    return subprocess.Popen(
-        [sys.executable, "-m", "sparsam", "train", "--device", "cpu", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-
-
-def finish(process, code=0):
-    output = process.communicate(timeout=300)[0]
-    assert process.returncode == code, output
-    return output
-
-
-def wait_for_checkpoint(path, batch):
-    """Wait until a checkpoint in the midst of the second epoch is there."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        last = path / "checkpoints" / "last.pt"
-        if last.exists():
-            saved = load_checkpoint(last, CPU)
-            if saved["epoch"] == 1 and saved["batch"] >= batch:
-                return
-        time.sleep(0.005)
-    raise TimeoutError("no checkpoint in the midst of the second epoch")
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_kill_9_in_mid_epoch_and_resume_is_bit_exact(tmp_path, method):
-    whole = start(method, tmp_path / "whole", "train.checkpoint_steps=1")
-    finish(whole)
-    killed = start(method, tmp_path / "killed", "train.checkpoint_steps=1")
-    wait_for_checkpoint(tmp_path / "killed", 3)
-    killed.kill()
-    finish(killed, code=-signal.SIGKILL)
-    saved = load_checkpoint(tmp_path / "killed" / "checkpoints" / "last.pt", CPU)
-    assert (saved["epoch"], saved["batch"]) >= (1, 3)
-    assert not (tmp_path / "killed" / "summary.json").exists()
-
-    resumed = start(method, tmp_path / "killed", resume_run=True)
-    finish(resumed)
-    runs = [RunDirectory(tmp_path / name) for name in ("whole", "killed")]
-    assert numbers(runs[0].metrics()) == numbers(runs[1].metrics())
-    assert same(final_weights(runs[0].path), final_weights(runs[1].path))
-    optimizers = [load_checkpoint(run.last, CPU)["optimizer"] for run in runs]
-    assert equal(*optimizers)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_save_and_exit_cleanly(tmp_path, number):
-    stopped = start("ssam-d", tmp_path / "stopped", "train.epochs=20")
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "stopped" / "metrics.jsonl").exists() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    stopped.send_signal(number)
-    output = finish(stopped, code=1)
-    assert "stopped in epoch" in output
-    assert "--resume" in output
-    assert "Traceback" not in output
-    saved = load_checkpoint(tmp_path / "stopped" / "checkpoints" / "last.pt", CPU)
-    assert saved["epoch"] >= 1
-    resumed = start("ssam-d", tmp_path / "stopped", resume_run=True)
-    finish(resumed)
-    assert [m["epoch"] for m in RunDirectory(tmp_path / "stopped").metrics()] == list(range(1, 21))
-
-
-def test_resuming_a_finished_run_returns_its_summary(tmp_path):
-    summary = train(recipe("sgd", "train.epochs=1"), tmp_path / "run", device=CPU)
-    assert resume(tmp_path / "run", device=CPU) == summary
-
-
-def test_resume_without_a_checkpoint_starts_again(tmp_path):
-    r = recipe("sgd", "train.epochs=1")
-    RunDirectory(tmp_path / "run").create(r, {})
-    resume(tmp_path / "run", device=CPU)
-    train(r, tmp_path / "other", device=CPU)
-    assert same(final_weights(tmp_path / "run"), final_weights(tmp_path / "other"))
-
-
-def test_checkpoints_are_atomic_and_need_no_pickle(tmp_path, monkeypatch):
-    train(recipe("sgd", "train.epochs=1"), tmp_path / "run", device=CPU)
-    last = tmp_path / "run" / "checkpoints" / "last.pt"
-    before = last.read_bytes()
-    monkeypatch.setattr(torch, "save", lambda content, file: (file.write(b"half"), 1 / 0))
-    with pytest.raises(ZeroDivisionError):
-        from sparsam.runs.checkpoint import save_checkpoint
-
-        save_checkpoint(last, {})
-    assert last.read_bytes() == before
-    sentinel = tmp_path / "executed"
-
-    class Evil:
-        def __reduce__(self):
-            return os.system, (f"touch {sentinel}",)
-
-    monkeypatch.undo()
-    torch.save({"model": Evil()}, last)
-    with pytest.raises(CheckpointError, match=r"last\.pt cannot be read"):
-        load_checkpoint(last, CPU)
-    assert not sentinel.exists()
-    last.write_bytes(before[:1000])
-    with pytest.raises(CheckpointError, match=r"last\.pt cannot be read"):
-        load_checkpoint(last, CPU)
-    with pytest.raises(CheckpointError, match="there is no checkpoint at"):
-        load_checkpoint(tmp_path / "none.pt", CPU)
-
-
-@pytest.mark.parametrize("settings", [["train.precision=bf16"], ["train.precision=fp16"], ["optimizer.name=adamw", "optimizer.lr=0.003"],
-                                      ["train.channels_last=false"], ["mask.kind=norm"], ["mask.kind=random"], ["sam.adaptive=true", "sam.rho=1"],
-                                      ["train.label_smoothing=0.1"], ["model.name=wrn-10-1"]])  # fmt: skip
+@pytest.mark.parametrize("settings", SETTINGS, ids=", ".join)
 def test_every_setting_trains(tmp_path, settings):
-    summary = train(recipe("sam", "train.epochs=6", *settings), tmp_path / "run", device=CPU)
+    summary = train(recipe("sam", "train.epochs=3", *settings), tmp_path / "run", device=CPU)
     assert summary["test_accuracy"] > 0.5
+
+
+REFUSED = [  # by the objects themselves, which know nothing of recipes
+    ("sam", ["mask=suffix", "mask.cut=layer9"], r"^mask\.cut must be .*'layer9'"),
+    ("ssam-f", ["mask.samples=5000"], r"^mask\.samples must be .*5000"),
+    ("sam", ["schedule=last-steps", "schedule.fraction=0"], r"^schedule\.fraction must be .* but is 0$"),
+    ("ssam-f", ["ascent=momentum"], r"^mask must be None with MomentumAscent"),
+    ("sam", ["mask=suffix", "mask.cut=layer2", "mask.inner=suffix", "mask.inner.cut=layer3"], r"^mask\.inner must be a mask without a cut"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "settings", "message"), REFUSED, ids=[", ".join(r[1]) for r in REFUSED])
+def test_what_constructors_refuse_is_shown_with_the_key(tmp_path, method, settings, message):
+    with pytest.raises(UserError, match=message):
+        train(recipe(method, *settings), tmp_path / "run", device=CPU)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_validation_split_leaves_the_test_images_alone(tmp_path):
@@ -358,145 +184,54 @@ def test_tensorboard_events(tmp_path):
     assert "mask_density/layer1.0" in events.Tags()["scalars"]
 
 
-def test_runs_side_by_side_are_those_of_runs_alone(tmp_path):
-    recipes = [ROOT / "recipes/digits-sgd.toml", ROOT / "recipes/digits-sam.toml"]
-    for at_once in (1, 3):
-        overrides = ["train.epochs=2", "train.deterministic=true"]
-        compare_recipes(recipes, 2, tmp_path / str(at_once), overrides=overrides, device=CPU, at_once=at_once)
-    for path in sorted((tmp_path / "1").iterdir()):
-        alone, beside = RunDirectory(path), RunDirectory(tmp_path / "3" / path.name)
-        assert numbers(alone.metrics()) == numbers(beside.metrics())
-        assert same(final_weights(alone.path), final_weights(beside.path))
-
-
-def test_runs_side_by_side_are_all_saved_when_they_are_stopped(tmp_path):
-    recipes, overrides = [ROOT / "recipes/digits-sgd.toml"], ["train.epochs=2", "train.deterministic=true"]
-    step, steps = Trainer._step, []
-
-    def stops(self):
-        steps.append(self)
-        if len(steps) == 7:
-            signal.raise_signal(signal.SIGTERM)
-        return step(self)
-
-    options = {"overrides": overrides, "device": CPU, "at_once": 2}
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted, match="stopped in epoch 1 after batch"):
-        patch.setattr(Trainer, "_step", stops)
-        compare_recipes(recipes, 3, tmp_path / "stopped", **options)
-    paths = sorted((tmp_path / "stopped").iterdir())
-    assert len(paths) == 2  # the third was not begun
-    assert {load_checkpoint(path / "checkpoints" / "last.pt", CPU)["batch"] for path in paths} <= {3, 4}
-    compare_recipes(recipes, 3, tmp_path / "stopped", **options)
-    compare_recipes(recipes, 3, tmp_path / "whole", **options)
-    for path in sorted((tmp_path / "whole").iterdir()):
-        assert same(final_weights(path), final_weights(tmp_path / "stopped" / path.name))
-
-
 def test_without_checkpoints_only_the_last_weights_are_written(tmp_path, monkeypatch):
     written = []
     monkeypatch.setattr("sparsam.training.trainer.save_checkpoint", lambda path, state: written.append(path.name))
-    train(recipe("sgd", "train.checkpoint_epochs=0"), tmp_path / "run", device=CPU)
+    train(recipe("sgd", "train.checkpoint_epochs=none"), tmp_path / "run", device=CPU)
     assert written == ["last.pt"]
 
 
-def test_a_measured_cut_is_told_and_kept(tmp_path):
-    """The budget is so large that the earliest cut fits, whatever the clock says."""
-    told = []
-
-    class Telling(Progress):
-        def remark(self, text):
-            told.append(text)
-
-    r = recipe("ssam-c", "mask.cut=", *EVENLY, "mask.budget=1000", "train.epochs=1")
-    summary = train(r, tmp_path / "run", device=CPU, progress=Telling())
-    assert summary["cut"] == "stem"
-    assert summary["perturbed"] == 1.0
-    (remark,) = set(told)
-    assert re.match(
-        r"perturbed is what lies behind the cut before 'stem', where a step was measured to cost \d", remark
-    )
-    saved = load_checkpoint(tmp_path / "run" / "checkpoints" / "last.pt", CPU)
-    assert saved["optimizer"]["sparsam"]["behind"]["cut"] == "stem"
+def share_from(cut):
+    """The share of the weights of the digits' network that follow a cut."""
+    sizes = {name: sum(p.numel() for p in part.parameters()) for name, part in network().named_children()}
+    names = list(sizes)
+    return sum(sizes[name] for name in names[names.index(cut) :]) / sum(sizes.values())
 
 
-@pytest.mark.parametrize("at_once", [1, 2])
-def test_seeds_share_what_the_first_has_measured(tmp_path, monkeypatch, at_once):
-    asked, told = [], []
-    monkeypatch.setattr("sparsam.behind.late_costs", lambda *_, **__: asked.append(1) or (1.1, 1.6))
-    monkeypatch.setattr("sparsam.training.trainer.Progress.remark", lambda self, text: told.append(text))
-    shutil.copy(ROOT / "recipes/digits-sgd.toml", tmp_path)
-    (tmp_path / "r.toml").write_text('extends = "digits-sgd.toml"\n[sam]\nenabled = true\n[mask]\nkind = "budget"\n')
-    settings = ["mask.budget=1.3", "mask.late=true", "mask.momentum_rho=1", "train.epochs=1"]
-    options = {"overrides": settings, "device": CPU, "at_once": at_once}
-    for run in compare_recipes([tmp_path / "r.toml"], seeds=2, output=tmp_path, **options):
-        summary = RunDirectory(run).summary()
-        assert (summary["cut"], summary["late_share"]) == (None, 0.4)  # 0.2 / 0.5
-        assert summary["perturbed"] == pytest.approx(4 / 12)  # of 12 steps
-        assert summary["theoretical_flops"] == pytest.approx(1 + 4 / 12)
-    assert len(asked) == 1
-    assert set(told) == {
-        "everything is perturbed in the last 40 % of the steps, where a step was measured to cost 1.60 base steps; the "
-        "others take one pass, moved along the momentum by 1",
-        "everything is perturbed in the last 40 % of the steps; the others take one pass, moved along the momentum by 1",
-    }
+def network():
+    return build_network(recipe("sgd"), 10, 1, CPU)
 
 
-def test_a_run_is_gone_before_the_next_is_made(tmp_path, monkeypatch):
-    """Its memory would count in the next one's."""
-    made, alive = [], []
-
-    def making(*arguments, **options):
-        alive.append(sum(run() is not None for run in made))
-        run = new_run(*arguments, **options)
-        made.append(weakref.ref(run))
-        return run
-
-    monkeypatch.setattr("sparsam.training.comparison.new_run", making)
-    options = {"overrides": ["train.epochs=1"], "device": CPU}
-    compare_recipes([ROOT / "recipes/digits-sgd.toml"], seeds=3, output=tmp_path, **options)
-    assert alive == [0, 0, 0]
-
-
-def test_a_budget_that_is_too_small_is_told_with_its_recipe(tmp_path, monkeypatch):
-    monkeypatch.setattr("sparsam.behind.late_costs", lambda *_, **__: (1.1, 1.6))
-    shutil.copy(ROOT / "recipes/digits-sgd.toml", tmp_path)
-    (tmp_path / "r.toml").write_text('extends = "digits-sgd.toml"\n[sam]\nenabled = true\n[mask]\nkind = "budget"\n')
-    settings = ["mask.budget=1.05", "mask.late=true", "mask.momentum_rho=1", "train.epochs=1"]
-    with pytest.raises(RecipeError, match=r"^r, seed 0: budget must be at least 1.142, .* cost 1.1, but is 1.05$"):
-        compare_recipes([tmp_path / "r.toml"], seeds=1, output=tmp_path, overrides=settings, device=CPU)
-
-
-def test_the_share_of_perturbed_weights_counts_steps_of_one_pass(tmp_path):
-    """The first quarter of the steps: the first half of the first epoch."""
-    summary = train(recipe("ssam-c"), tmp_path / "run", device=CPU)
-    model = build_network(recipe("ssam-c"), 10, 1, CPU)
-    sizes = {name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()}
-    behind = (sizes["layer3"] + sizes["head"]) / sum(sizes.values())
+@pytest.mark.parametrize("before", ["none", "momentum"])
+def test_only_steps_of_two_passes_count_as_perturbed(tmp_path, before):
+    """The first quarter of the steps, half of the first epoch, are base steps or take one pass."""
+    settings = ["mask.cut=layer3", "schedule.fraction=0.75", f"schedule.before={before}", "sam.rho=0.05"]
+    summary = train(recipe("ssam-c", *settings), tmp_path / "run", device=CPU)
+    share = share_from("layer3")
     first, second = RunDirectory(tmp_path / "run").metrics()
-    assert first["perturbed"] == pytest.approx(behind / 2)
+    assert first["perturbed"] == pytest.approx(share / 2)
     assert first["mask_density"]["layer3.0"] == 0.5
-    assert second["perturbed"] == pytest.approx(behind)
+    assert second["perturbed"] == pytest.approx(share)
     assert second["mask_density"]["layer3.0"] == 1
     assert second["mask_density"]["layer2.0"] == 0
     assert (first["rho"], second["rho"]) == (0.05, 0.05)
-    assert summary["perturbed"] == pytest.approx(0.75 * behind)
-    assert summary["theoretical_flops"] == pytest.approx(0.25 + 0.75 * (2 - 0.706 * (1 - behind)))
+    assert summary["perturbed"] == pytest.approx(0.75 * share)
+    assert summary["theoretical_flops"] == pytest.approx(0.25 + 0.75 * (2 - 0.706 * (1 - share)))
 
 
-def test_the_share_of_perturbed_weights_counts_full_steps(tmp_path):
-    """Every fourth, of twelve in an epoch."""
-    settings = [*EVENLY, "mask.full=0.25", "mask.full_rho=0.3"]
-    summary = train(recipe("ssam-c", *settings), tmp_path / "run", device=CPU)
-    model = build_network(recipe("ssam-c"), 10, 1, CPU)
-    sizes = {name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()}
-    behind = (sizes["layer3"] + sizes["head"]) / sum(sizes.values())
-    assert summary["perturbed"] == pytest.approx(0.75 * behind + 0.25)
-    assert [m["rho"] for m in RunDirectory(tmp_path / "run").metrics()] == [0.05, 0.05]
+def test_every_nth_step_counts_as_perturbed(tmp_path):
+    """Of 24 steps, 0, 5, 10, 15 and 20: three in the first epoch, two in the second."""
+    summary = train(recipe("ssam-d", "schedule=every-nth", "schedule.n=5"), tmp_path / "run", device=CPU)
+    epochs = RunDirectory(tmp_path / "run").metrics()
+    assert [m["perturbed"] for m in epochs] == pytest.approx([0.5 * 3 / 12, 0.5 * 2 / 12], abs=1e-4)
+    assert summary["perturbed"] == pytest.approx(0.5 * 5 / 24, abs=1e-4)
+    assert summary["theoretical_flops"] == pytest.approx(1 + 5 / 24 * (1 - 0.706 / 2), abs=1e-3)
 
 
-def test_an_epoch_of_one_pass_says_so(tmp_path):
-    """And its time counts for what it is, with the epochs of its kind."""
-    summary = train(recipe("ssam-c", "mask.late_share=0.5"), tmp_path / "run", device=CPU)
+def test_an_epoch_of_one_pass_is_recorded_as_such(tmp_path):
+    """And its time counts for what it is, with the epochs of its sort."""
+    settings = ["mask.cut=layer3", "sam.rho=0.05"]
+    summary = train(recipe("momentum", *settings), tmp_path / "run", device=CPU)
     first, second = RunDirectory(tmp_path / "run").metrics()
     assert (first["rho"], second["rho"]) == (None, 0.05)
     assert (first["perturbed"], set(first["mask_density"].values())) == (0, {0})
@@ -505,6 +240,13 @@ def test_an_epoch_of_one_pass_says_so(tmp_path):
     mask = dict(zip(names, run_mask(tmp_path / "run", objective), strict=True))
     assert {name.split(".")[0] for name, m in mask.items() if m is True} == {"layer3", "head"}
     assert summary["step_ms"] == pytest.approx((first["step_ms"] + second["step_ms"]) / 2)
+
+
+def test_momentum_sam_has_a_radius_and_perturbs_no_mask(tmp_path):
+    summary = train(recipe("sam", "ascent=momentum", "train.epochs=1"), tmp_path / "run", device=CPU)
+    (epoch,) = RunDirectory(tmp_path / "run").metrics()
+    assert (epoch["rho"], epoch["perturbed"]) == (0.1, 0)
+    assert summary["theoretical_flops"] == 1
 
 
 def test_how_far_a_mask_moves(tmp_path):

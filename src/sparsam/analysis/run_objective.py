@@ -58,7 +58,8 @@ def run_mask(run: str | Path, objective: Objective) -> Selection | None:
     """Return which weights of the objective the run perturbed last; None if it perturbed all, or none."""
     directory = RunDirectory(run)
     saved = load_checkpoint(directory.last, objective.device)["optimizer"]
-    selection = saved.get("sparsam", {}).get("selection")
+    made = saved.get("sparsam", {}).get("mask", {}).get("made")
+    selection = made and made["selection"]
     if selection is None or all(m is True for m in selection):
         return None
     # The trainer hands the optimizer all parameters of the model, in the model's order.

@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 from sparsam import __version__
+from sparsam.cli.analysis import COMMANDS
 from sparsam.cli.compare import compare
 from sparsam.cli.convergence import convergence
 from sparsam.cli.cuts import cuts
 from sparsam.cli.doctor import doctor
 from sparsam.cli.evaluate import evaluate
-from sparsam.cli.analysis import COMMANDS
 from sparsam.cli.recipes import recipes
 from sparsam.cli.report import report
 from sparsam.cli.train import train

@@ -127,9 +127,7 @@ def measure(recipe: Recipe, images: Images, device: torch.device) -> dict[Cut, f
 
     try:
         base = build_base(recipe, network, captured=False)
-        return cut_costs(
-            network, closure, base, device_time=is_captured(recipe, device), adaptive=recipe.sam.adaptive
-        )
+        return cut_costs(network, closure, base, device_time=is_captured(recipe, device), adaptive=recipe.sam.adaptive)
     except RuntimeError as error:  # what torch says of images too small for a network, and of too little memory
         raise UserValueError(f"{recipe.model.name} could not take {_batch(recipe, images)}: {error}") from error
 

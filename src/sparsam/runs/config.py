@@ -81,7 +81,7 @@ class MaskConfig:
     criterion: str | None = one_of("flattest", ("flattest", "sharpest", "random"), names=("dynamic",))
     seed: int | None = whole(0, 0, names=SPARSE)
     cut: str | None = setting(REQUIRED, "the name of a module", names=("suffix",))
-    inner: MaskConfig | None = setting(None, names=("suffix",))
+    inner: MaskConfig | None = setting(None, names=("suffix",))  # noqa: RUF009
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class ScheduleConfig:
     name: str = one_of("every-step", SCHEDULES)
     n: int | None = setting(REQUIRED, "a whole number >= 1", lambda value: value >= 1, names=("every-nth",))
     fraction: float | None = share(REQUIRED, names=("last-steps",))
-    before: AscentConfig | None = setting(None, names=("last-steps",))
+    before: AscentConfig | None = setting(None, names=("last-steps",))  # noqa: RUF009
 
 
 @dataclass(frozen=True)

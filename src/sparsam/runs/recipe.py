@@ -30,12 +30,7 @@ from sparsam.runs.config import (
 from sparsam.runs.library import find_recipe
 from sparsam.runs.schema import RecipeError, as_table, build, has_meaning, merge, parse_overrides
 
-
 __all__ = ["Recipe", "RecipeError", "load_recipe", "recipe_from", "relevant_overrides"]
-
-
-def _table(schema: Any) -> Any:
-    return field(default_factory=partial(build, schema, {}))
 
 
 @dataclass(frozen=True)
@@ -43,14 +38,14 @@ class Recipe:
     """One training run."""
 
     name: str = "run"
-    model: ModelConfig = _table(ModelConfig)
-    data: DataConfig = _table(DataConfig)
-    optimizer: OptimizerConfig = _table(OptimizerConfig)
-    sam: SamConfig = _table(SamConfig)
-    mask: MaskConfig = _table(MaskConfig)
-    ascent: AscentConfig = _table(AscentConfig)
-    schedule: ScheduleConfig = _table(ScheduleConfig)
-    train: TrainConfig = _table(TrainConfig)
+    model: ModelConfig = field(default_factory=partial(build, ModelConfig, {}))
+    data: DataConfig = field(default_factory=partial(build, DataConfig, {}))
+    optimizer: OptimizerConfig = field(default_factory=partial(build, OptimizerConfig, {}))
+    sam: SamConfig = field(default_factory=partial(build, SamConfig, {}))
+    mask: MaskConfig = field(default_factory=partial(build, MaskConfig, {}))
+    ascent: AscentConfig = field(default_factory=partial(build, AscentConfig, {}))
+    schedule: ScheduleConfig = field(default_factory=partial(build, ScheduleConfig, {}))
+    train: TrainConfig = field(default_factory=partial(build, TrainConfig, {}))
 
     @property
     def method(self) -> str:
@@ -136,6 +131,8 @@ def _check_together(recipe: Recipe) -> None:
     data = recipe.data
     if data.image_size and data.resize and data.resize < data.image_size:
         raise RecipeError(f"data.resize must be at least data.image_size, {data.image_size}, but is {data.resize}")
+    if recipe.mask.cut is not None and recipe.train.precision == "fp16":
+        raise RecipeError("train.precision must be fp32 or bf16 for mask.name = suffix: fp16 steps have no closure")
     ascents = {"ascent": recipe.ascent, "schedule.before": recipe.schedule.before}
     for key, ascent in ascents.items():
         if ascent and ascent.name == "momentum" and recipe.optimizer.momentum == 0:

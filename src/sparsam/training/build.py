@@ -144,7 +144,7 @@ def build_sam(
     return SAM.wrap(base, rho=rho, mask=mask, ascent=ascent, schedule=schedule, adaptive=adaptive, model=model)
 
 
-def _updates(config: Any, run: Context) -> dict[str, int | None]:
+def _updates(config: Any, run: Context) -> dict[str, Any]:
     """Return the interval in steps, and a seed that depends on that of the run."""
     interval = None if config.interval_epochs is None else config.interval_epochs * run.epoch_steps
     return {"interval": interval, "seed": random_generator(run.seed, config.seed).initial_seed()}

@@ -48,7 +48,7 @@ def compare_recipes(
         device: Where to train.
         at_once: How many runs take turns on the device, a step each; on a GPU they overlap, on streams of their own.
             Their step times and memory would not be those of a run alone, so summaries of such runs have none.
-        rounds: Afterwards time the steps of all methods in turn, in so many rounds (:mod:`sparsam.training.step_times`).
+        rounds: Time the steps of all methods in turn afterwards (:mod:`sparsam.training.step_times`); 0: do not.
         progress: Makes what shows the progress, anew for each run.
     """
     planned = _plan(recipes, seeds, output, overrides, at_once)
@@ -63,7 +63,6 @@ def compare_recipes(
 
     unfinished = [(recipe, path) for recipe, path in planned if not RunDirectory(path).finished]
     _take_turns((partial(trainer, recipe, path) for recipe, path in unfinished), at_once, device)
-    torch.set_num_threads(threads)
     if rounds:
         _time_steps(planned, device, rounds)
     return [path for _, path in planned]
@@ -106,9 +105,8 @@ def _time_steps(planned: Sequence[tuple[Recipe, Path]], device: torch.device, ro
     """Time all methods in turn and write the result into the runs' summaries, if one of them lacks it."""
     if all("step_ratio" in RunDirectory(path).summary() for _, path in planned):
         return
-    first_seeds = {recipe.name: recipe for recipe, _ in reversed(planned)}
-    times = time_in_turn(list(first_seeds.values()), device=device, rounds=rounds)
-    ratios = dict(zip(first_seeds, times, strict=True))
+    methods = {recipe.name: recipe for recipe, _ in planned}
+    ratios = dict(zip(methods, time_in_turn(list(methods.values()), device=device, rounds=rounds), strict=True))
     for recipe, path in planned:
         directory = RunDirectory(path)
         directory.write_summary({**directory.summary(), "step_ratio": ratios[recipe.name].to_dict()})

@@ -21,7 +21,7 @@ class MaskStatistics:
 
     def __init__(self, model: nn.Module, params: Sequence[Tensor]) -> None:
         self.params = params
-        names = {p: ".".join(name.split(".")[:2]) for name, p in model.named_parameters()}
+        names: dict[Tensor, str] = {p: ".".join(name.split(".")[:2]) for name, p in model.named_parameters()}
         self.blocks = [names[p] for p in params]
         self.first: list[Tensor] | None = None
         self.before: list[Tensor] | None = None

@@ -1,7 +1,8 @@
 """What a step of each method takes, in steps of the base optimizer.
 
 All methods are set up first. Then each takes a step in turn, round after round, so that whatever else a machine does
-meets all of them. What counts is the ratio to the base optimizer's step of the same round, and of all rounds the median.
+meets all of them. What counts is the ratio to the base optimizer's step in the same round. The result is the median of
+all rounds. On a CPU with one thread, the time is that of the process: while another job has the CPU, it stands still.
 
 A method's steps may differ: base steps before the last ones, a new mask once an epoch. Each sort is timed by itself and
 counts as often as it comes in a run.
@@ -9,6 +10,7 @@ counts as often as it comes in a run.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,7 +22,7 @@ from sparsam.ascents import Ascent, GradientAscent
 from sparsam.data import Batch, Loader
 from sparsam.replay.clock import Clock
 from sparsam.runs.build import build_loader, build_network
-from sparsam.runs.config import MaskConfig, SamConfig
+from sparsam.runs.config import MaskConfig
 from sparsam.runs.recipe import Recipe
 from sparsam.runs.step_time import StepRatio
 from sparsam.schedules import EveryNth, EveryStep
@@ -50,10 +52,11 @@ def time_in_turn(
     """Time the steps of several recipes in turn.
 
     Args:
-        recipes: Those with the same network, data and precision share the batch and the base optimizer's time.
+        recipes: Those with the same network, data and precision share a batch and the base optimizer's times. A recipe
+            without SAM takes 1.
         device: Where.
         rounds: How many; none has more than the shortest run has steps.
-        now: Returns a time in seconds; None: that of the device's clock.
+        now: Returns a time in seconds; None: that of the process or of the device's clock.
     """
     groups: dict[object, list[int]] = {}
     for i, recipe in enumerate(recipes):
@@ -65,7 +68,7 @@ def time_in_turn(
 
 
 def _workload(recipe: Recipe) -> object:
-    """What two recipes must share for their steps to be compared."""
+    """Return what two recipes must share for their steps to be compared."""
     train = recipe.train
     return recipe.model, recipe.data, recipe.optimizer.name, train.precision, train.channels_last, train.compile
 
@@ -76,30 +79,24 @@ def _time_group(
     prepare_torch(recipes[0], device)
     loader = build_loader(recipes[0], device)
     batch = next(iter(loader.epoch(0)))
-    methods = [_parts(recipe, loader, batch) for recipe in (_base(recipes[0]), *recipes)]
-    for part in (part for method in methods for part in method):
+    methods = [_parts(recipe, loader, batch) if recipe.sam.enabled else None for recipe in recipes]
+    base = _part(1.0, recipes[0], loader, batch)
+    for part in (base, *(part for method in methods for part in method or ())):
         for _ in range(WARM_UP):
             part.take()
     timer, steps = _timer(device, now), CAPTURED_STEPS if is_captured(recipes[0], device) else 1
     ratios: list[list[float]] = [[] for _ in recipes]
     for _ in range(min(rounds, *(total_steps(recipe, loader.steps) for recipe in recipes))):
-        plain, *others = [sum(p.fraction * timer(p.take, steps) for p in method) for method in methods]
-        for found, seconds in zip(ratios, others, strict=True):
-            found.append(seconds / plain)
+        plain = timer(base.take, steps)
+        for found, method in zip(ratios, methods, strict=True):
+            times = [part.fraction * timer(part.take, steps) / plain for part in method] if method else [1.0]
+            found.append(sum(times))
     return [StepRatio.of(found) for found in ratios]
-
-
-def _base(recipe: Recipe) -> Recipe:
-    """Return a recipe's base optimizer alone."""
-    plain = SamConfig(enabled=False)
-    return Recipe(model=recipe.model, data=recipe.data, optimizer=recipe.optimizer, train=recipe.train, sam=plain)
 
 
 def _parts(recipe: Recipe, loader: Loader, batch: Batch) -> list[Part]:
     """Return the sorts of steps that a run of a recipe takes."""
     steps = total_steps(recipe, loader.steps)
-    if not recipe.sam.enabled:
-        return [_part(1.0, recipe, loader, batch)]
     main = build_ascent(recipe.ascent)
     schedule = build_schedule(recipe.schedule, steps)
     ascents = Counter(schedule.ascent(step, main) for step in range(steps))
@@ -167,6 +164,8 @@ def _with_interval(config: MaskConfig, epochs: int | None) -> MaskConfig:
 def _timer(device: torch.device, now: Callable[[], float] | None) -> Callable[[Callable[[], object], int], float]:
     """Return what takes the time of some steps."""
     clock = Clock(device)
+    if now is None and device.type == "cpu" and torch.get_num_threads() == 1:
+        now = time.process_time
 
     def seconds(take: Callable[[], object], steps: int) -> float:
         def work() -> None:

@@ -12,6 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -236,7 +237,7 @@ class Trainer:
         perturbed = two_passes = None
         if self.sam is not None:
             ends = [0, *(m["steps"] for m in epochs)]
-            weights = [end - start for start, end in zip(ends, ends[1:], strict=False)]
+            weights = [end - start for start, end in pairwise(ends)]
             perturbed = statistics.fmean((m["perturbed"] for m in epochs), weights)
             two_passes = _two_passes([self._ascent(step) for step in range(self.total_steps)])
         return {
