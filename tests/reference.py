@@ -19,7 +19,7 @@ Vector = np.ndarray
 
 
 class Reference:
-    """SGD with momentum and weight decay, SAM, ASAM and SSAM on a float64 model."""
+    """SGD with momentum and weight decay, SAM, ASAM, F-SAM, Momentum-SAM and SSAM on a float64 model."""
 
     def __init__(
         self,
@@ -35,11 +35,13 @@ class Reference:
         clip: float | None = None,
         order: list[int] | None = None,
         momentum_rho: float = 0.0,
+        friendly: tuple[float, float] | None = None,
     ) -> None:
         self.model, self.loss = model, loss
         self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
         self.rho, self.adaptive, self.mask, self.clip = rho, adaptive, mask, clip
-        self.momentum_rho = momentum_rho
+        self.momentum_rho, self.friendly = momentum_rho, friendly
+        self.mean: list[Vector | None] = []  # F-SAM's m, tensor by tensor
         params = [p for p in model.parameters() if p.requires_grad]
         self.params = params if order is None else [params[i] for i in order]
         self.velocity = [np.zeros(p.numel()) for p in self.params]
@@ -59,7 +61,8 @@ class Reference:
             after_first = torch.get_rng_state()
             statistics = {k: b.clone() for k, b in self.model.named_buffers()}
             self.m = self.mask(self) if self.mask else [np.ones(len(v), dtype=bool) for v in w]
-            for p, values in zip(self.params, self.perturbed(w, g, self.m), strict=True):
+            d = self.direction(g)
+            for p, values in zip(self.params, self.perturbed(w, d, self.m), strict=True):
                 self.write(p, values)
             torch.set_rng_state(random_state)
             _, g = self.gradient(micro_batches)
@@ -73,6 +76,17 @@ class Reference:
             self.write(p, np.array([values[i] - self.lr * v[i] for i in range(len(values))]))
         self.step_count += 1
         return value
+
+    def direction(self, g: list[Vector]) -> list[Vector]:
+        """Return g, or F-SAM's d = g - sigma m, after which m <- decay m + (1 - decay) g; at first d = g and m = g."""
+        if self.friendly is None:
+            return g
+        sigma, decay = self.friendly
+        means = self.mean or [None] * len(g)
+        d = [gt if mt is None else gt - sigma * mt for gt, mt in zip(g, means, strict=True)]
+        if all(np.isfinite(gt).all() for gt in g):
+            self.mean = [gt if mt is None else decay * mt + (1 - decay) * gt for gt, mt in zip(g, means, strict=True)]
+        return d
 
     def ahead(self, w: list[Vector]) -> list[Vector]:
         """Return w - momentum_rho v / |v|, or w - momentum_rho w² v / ||w| v|: ascent along -v."""
@@ -123,10 +137,15 @@ class Reference:
 
 
 class SuffixReference(Reference):
-    """Divides by the norm of what is perturbed, as behind a cut."""
+    """Knows no gradient before the cut: d is zero there, and its norm that of the suffix."""
 
-    def perturbed(self, w: list[Vector], g: list[Vector], m: list[Vector], rho: float | None = None) -> list[Vector]:
-        return super().perturbed(w, [gt * mt for gt, mt in zip(g, m, strict=True)], m, rho)
+    def __init__(self, model: nn.Module, *arguments, suffix: list[Vector], **options) -> None:
+        super().__init__(model, *arguments, **options)
+        self.suffix = suffix
+        self.mask = self.mask or (lambda reference: suffix)
+
+    def direction(self, g: list[Vector]) -> list[Vector]:
+        return [np.where(inside, d, 0.0) for d, inside in zip(super().direction(g), self.suffix, strict=True)]
 
 
 def check_step(reference: Reference, model: nn.Module, step: Callable[[], torch.Tensor], seed: int) -> None:

@@ -17,7 +17,7 @@ from sparsam.masks import SparseMask
 # In two steps a mask with a cut saves nothing, and says so.
 pytestmark = pytest.mark.filterwarnings("ignore:the second pass is computed in full.*only step:UserWarning")
 
-every_policy = pytest.mark.parametrize("case", policies(), ids=str)
+every_policy = pytest.mark.parametrize("case", policies())
 every_base = pytest.mark.parametrize("base", BASES)
 
 

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.multiprocessing as mp
+from torch import distributed as dist
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -29,11 +32,28 @@ BLOCKS = [
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_block(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some write files
+    if "ddp_model" in block:  # a process group lives and dies with a process of its own
+        mp.spawn(run_distributed, (block, str(tmp_path)))
+    else:
+        run_block(block)
+
+
+def run_distributed(rank: int, block: str, folder: str) -> None:
+    """Run a block in a process group of one, which is enough to see that the names are right."""
+    os.chdir(folder)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=1)
+    try:
+        run_block(block, distributed=True)
+    finally:
+        dist.destroy_process_group()
+
+
+def run_block(block: str, *, distributed: bool = False) -> None:
     t = task(torch.float32, samples=256)
     model = t.model
     if '"layer' in block:
         model = ResNet(BasicBlock, (1, 1, 1, 1), classes=3, width=4, channels=1)
-    monkeypatch.chdir(tmp_path)  # some write files
     opt = SAM(model.parameters(), torch.optim.SGD, rho=0.1, model=model, lr=0.05)
     names = {
         "torch": torch,
@@ -49,8 +69,10 @@ def test_block(block, tmp_path, monkeypatch):
         "micro_batches": [(t.x[:100], t.y[:100]), (t.x[100:], t.y[100:])],
         "scaler": torch.amp.GradScaler("cpu"),
         "device": "cpu",
-        "path": tmp_path / "checkpoint.pt",
+        "path": Path("checkpoint.pt"),
     }
+    if distributed:
+        names["ddp_model"] = nn.parallel.DistributedDataParallel(model)
 
     def closure():
         names["opt"].zero_grad()  # the block may have made its own
@@ -59,20 +81,10 @@ def test_block(block, tmp_path, monkeypatch):
         return loss
 
     names["closure"] = closure
-    distributed = "ddp_model" in block
-    if distributed:  # one process is enough to see that the names are right
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
-        names["ddp_model"] = torch.nn.parallel.DistributedDataParallel(model)
     before = [p.detach().clone() for p in model.parameters()]
-    try:
-        exec(compile(block, "<block>", "exec", dont_inherit=True), names)
-        if names["opt"] is not opt and not re.search(r"\bopt\.\w*step\(", block):
-            names["opt"].step(closure)  # an optimizer that is only built on the page works too
-    finally:
-        if distributed:
-            names.pop("ddp_model")
-            torch.distributed.destroy_process_group()
+    exec(compile(block, "<block>", "exec", dont_inherit=True), names)
+    if names["opt"] is not opt and not re.search(r"\bopt\.\w*step\(", block):
+        names["opt"].step(closure)  # an optimizer that is only built on the page works too
     if names["opt"] is not opt or "step(" in block:
         assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 

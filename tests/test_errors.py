@@ -441,5 +441,7 @@ def test_other_settings_of_a_dynamic_mask():
     t = task()
     saved = SAM(t.model.parameters(), SGD, mask=DynamicMask(0.5, interval=2, total_steps=9), lr=0.1)
     opt = SAM(t.model.parameters(), SGD, mask=DynamicMask(0.5, interval=2, total_steps=9, drop=0.25), lr=0.1)
-    with pytest.raises(ValueError, match=re.escape("mask.drop was 0.5 and is 0.25. Build the optimizer and its mask")):
+    with pytest.raises(
+        ValueError, match=re.escape("mask.drop was 0.5 and is 0.25. Build the optimizer and its policies")
+    ):
         opt.load_state_dict(saved.state_dict())

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from cases import Task, task
 from reference import Reference, drop_and_grow, ranked, signs_fisher, split, top_k
-from sparsam import SAM, DynamicMask, FisherMask, Mask, RandomMask, TopKMask
+from sparsam import SAM, DynamicMask, FisherMask, FriendlyAscent, Mask, RandomMask, TopKMask
 from sparsam.masks.dynamic import DROP, GROW, START
 from sparsam.selection import random_generator, random_scores
 
@@ -134,7 +134,8 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("reordered", [False, True], ids=["model order", "groups reordered"])
-def test_fifty_steps(name, reordered):
+@pytest.mark.parametrize("friendly", [None, (0.8, 0.7)], ids=["gradient", "friendly"])
+def test_fifty_steps(name, reordered, friendly):
     t = task(dropout=0.25)
     make, options = CASES[name]
     twin = copy.deepcopy(t.model)
@@ -150,13 +151,15 @@ def test_fifty_steps(name, reordered):
             mask.masks = [mask.masks[i] for i in order]
             given_masks = [m.reshape(-1).numpy() for m in mask.masks]
             expected_mask = lambda reference: given_masks  # noqa: E731
-    opt = SAM(groups, torch.optim.SGD, rho=0.3, mask=mask, model=t.model, **options, **BASE)
+    policy = {"mask": mask, "ascent": friendly and FriendlyAscent(*friendly)}
+    opt = SAM(groups, torch.optim.SGD, rho=0.3, **policy, model=t.model, **options, **BASE)
     reference = Reference(
         twin,
         lambda model, k: F.cross_entropy(model(t.x), t.y),
         rho=0.3,
         mask=expected_mask,
         order=order,
+        friendly=friendly,
         **options,
         **{
             **BASE,
@@ -164,7 +167,16 @@ def test_fifty_steps(name, reordered):
         },
     )
 
-    run_both(t, opt, reference)
+    def resumed() -> SAM:
+        """The optimizer from its saved state, as a run has it that was stopped in mid-interval."""
+        again = SAM(groups, torch.optim.SGD, rho=0.3, **policy, model=t.model, **options, **BASE)
+        again.load_state_dict(copy.deepcopy(opt.state_dict()))
+        return again
+
+    run_both(t, opt, reference, STEPS - 20)
+    if friendly:
+        opt = resumed()
+    run_both(t, opt, reference, 20)
     if reference.m is not None:
         for m, expected in zip(opt.masks(), reference.m, strict=True):
             np.testing.assert_array_equal(m.reshape(-1).numpy(), expected)
@@ -176,8 +188,8 @@ def test_fifty_steps_of_the_base_optimizer():
     run_both(t, torch.optim.SGD(t.model.parameters(), **BASE), reference)
 
 
-def run_both(t: Task, opt: torch.optim.Optimizer, reference: Reference) -> None:
-    for step in range(STEPS):
+def run_both(t: Task, opt: torch.optim.Optimizer, reference: Reference, steps: int = STEPS) -> None:
+    for step in range(steps):
         torch.manual_seed(step)
         loss = opt.step(t.closure(opt))
         torch.manual_seed(step)

@@ -36,6 +36,7 @@ class Passes:
         self._tracking: list[_BatchNorm] = []
         self._after_first: RngState = {}
         self._warned = False
+        self._params = self._find_params()
         self.start()
 
     # ---------------------------------------------------------------------------- what replay does otherwise
@@ -78,6 +79,7 @@ class Passes:
 
     def begin_second(self) -> None:
         """Start the second pass: random numbers from where the first pass started."""
+        self._params = self._find_params()
         if self.model is not None:
             self._keep_buffers(self.model.modules())
         self._after_first = self._rng_state()
@@ -123,7 +125,11 @@ class Passes:
             )
 
     def _rng_state(self) -> RngState:
-        return {} if self.model is None else get_rng_state(p.device for p in self.model.parameters())
+        return {} if self.model is None else get_rng_state({p.device for p in self._params})
+
+    def _find_params(self) -> list[nn.Parameter]:
+        """Return the model's parameters; once a step, because walking a model takes time."""
+        return [] if self.model is None else list(self.model.parameters())
 
 
 class SavedBuffers:

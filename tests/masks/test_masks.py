@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from cases import task
-from sparsam import SAM, DynamicMask, FisherMask, NMMask, NormMask, RandomMask, SuffixMask, TopKMask
+from sparsam import SAM, DynamicMask, FisherMask, Mask, NMMask, NormMask, RandomMask, SuffixMask, TopKMask
 from sparsam.selection import expand, flatten
 
 shapes = st.lists(st.sampled_from([(), (0,), (1,), (7,), (3, 5), (2, 2, 2, 2), (0, 3)]), min_size=1, max_size=6)
@@ -259,3 +259,12 @@ def test_normalisation_layers_of_a_suffix():
     opt = SAM(t.model.parameters(), mask=SuffixMask(t.model, "8", inner=NormMask(t.model)), lr=0.1)
     with pytest.raises(ValueError, match=r"or none in the suffix of the mask around it$"):
         opt.step(t.closure(opt))
+
+
+def test_the_contract_of_a_mask_is_small():
+    class Everything(Mask):
+        def select(self, params, step, previous):
+            return [True] * len(params)
+
+    public = {name for name in dir(Everything(interval=3)) if not name.startswith("_")}
+    assert public == {"select", "settings", "interval", "seed", "scope"}

@@ -115,13 +115,12 @@ def test_any_cut_any_seed(name, data, seed, adaptive):
 def test_it_equals_the_slow_reference(cut, adaptive):
     t = task(dropout=0.25)
     twin = copy.deepcopy(t.model)
-    masks = suffix_masks(twin, int(cut))
     reference = SuffixReference(
         twin,
         lambda model, k: F.cross_entropy(model(t.x), t.y),
         rho=RHO,
         adaptive=adaptive,
-        mask=lambda reference: masks,
+        suffix=suffix_masks(twin, int(cut)),
         **BASE,
     )
     opt = sam(t.model, cut, adaptive=adaptive)

@@ -204,17 +204,17 @@ def frozen(*names: str) -> Callable[[], nn.Module]:
     return make
 
 
-ANOTHER_WAY = "what is computed before 'blocks.1' is used behind it by another way than its input"
+ANOTHER_WAY = "what is computed before 'blocks.1' is used after it, and not through its input"
 
 SITUATIONS = {
     "replayed": Situation(),
     # ---- what a model does
     "its input is changed in place": Situation(
-        nets.ChangesItsInput, "the input of 'blocks.1' is changed in place behind the cut"
+        nets.ChangesItsInput, "the input of 'blocks.1' is changed in place after the cut"
     ),
     "a skip around the cut": Situation(
         nets.UNet,
-        "what is computed before 'bottom' is used behind it by another way",
+        "what is computed before 'bottom' is used after it, and not through",
         cut="bottom",
         before=("inner.", "down."),
     ),
@@ -222,7 +222,7 @@ SITUATIONS = {
     "a skip in the first step only": Situation(lambda: nets.LateSkip(-1), ANOTHER_WAY),
     "a branch beside the cut": Situation(
         nets.Branches,
-        "what is computed before 'block' is used behind it by another way",
+        "what is computed before 'block' is used after it, and not through",
         cut="block",
         before=("stem.",),
     ),
@@ -587,7 +587,7 @@ def test_values_that_were_not_kept_are_noticed_in_the_first_step():
     model = DetachedAcross().double()
     plain = Plain(copy.deepcopy(model), ("a.", "b."))
     opt = SAM(model.parameters(), torch.optim.SGD, rho=RHO, mask=SuffixMask(model, "c"), **BASE)
-    with pytest.warns(UserWarning, match="changed in place there, are used behind it") as record:
+    with pytest.warns(UserWarning, match="changed in place there, are used after it") as record:
         for _ in range(3):
             result = snapshot(model, opt.step(closure_of(model, opt.zero_grad, vectors())))
             expected = plain.step(closure_of(plain.model, plain.zero_grad, vectors()))
@@ -613,7 +613,7 @@ def test_a_suffix_that_is_frozen_later():
     opt.step(closure)
     for name, p in model.named_parameters():
         p.requires_grad_(name.startswith(BEFORE))
-    with pytest.warns(UserWarning, match="nothing behind 'blocks.1' is trained"):
+    with pytest.warns(UserWarning, match="nothing after 'blocks.1' is trained"):
         opt.step(closure)
 
 

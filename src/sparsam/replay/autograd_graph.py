@@ -17,8 +17,8 @@ def tensors_in(*values: Any) -> list[Tensor]:
     return [t for t in tree_leaves(values) if isinstance(t, Tensor)]
 
 
-def nodes_behind(tensors: Iterable[Tensor]) -> set[Node]:
-    """Return every node that a gradient of the tensors would go through; parameters are nodes with a `variable`."""
+def reachable_nodes(tensors: Iterable[Tensor]) -> set[Node]:
+    """Return every node that a backward pass from the tensors would reach; parameters are nodes with a `variable`."""
     found: set[Node] = set()
     todo = [node_of(t) for t in tensors]
     while todo:

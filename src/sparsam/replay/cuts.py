@@ -6,7 +6,7 @@ call: then nothing else is carried past the cut but parameters, and a parameter 
 lying before it.
 
 The time between the call of the module and the arrival of the gradient at its input is the share of the step that
-lies behind the cut: one pass, forward and backward, gives it for all cuts at once.
+follows the cut: one pass, forward and backward, gives it for all cuts at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sparsam.errors import UserTypeError
 from sparsam.passes import is_compiled, preserve_state
-from sparsam.replay.autograd_graph import leaf_of, node_of, nodes_behind, tensors_in
+from sparsam.replay.autograd_graph import leaf_of, node_of, reachable_nodes, tensors_in
 from sparsam.replay.calls import Call, intercepted
 from sparsam.replay.clock import Clock
 from sparsam.replay.modules import unwrap
@@ -33,14 +33,14 @@ PASSES, WARM_UP = 3, 2
 
 
 class Cut(NamedTuple):
-    """The input of a module, and how much lies behind it."""
+    """The input of a module, and how much follows it."""
 
     name: str
     """Of the module."""
     weights: float
-    """The share of the weights that are used behind the cut and nowhere before."""
+    """The fraction of the weights that are used after the cut and nowhere before."""
     step: float | None
-    """The share of a pass, forward and backward, that lies behind the cut; None if it was not measured."""
+    """The fraction of a pass, forward and backward, that follows the cut; None if it was not measured."""
 
 
 def find_cuts(
@@ -51,9 +51,9 @@ def find_cuts(
     device_time: bool = False,
     clock: Clock | None = None,
 ) -> list[Cut]:
-    """Find where a model can be cut, earliest first, and measure how much of a pass lies behind each cut.
+    """Find where a model can be cut, earliest first, and measure how much of a pass follows each cut.
 
-    Of cuts with the same weights behind them only the last is listed, because it costs least; of names for the same
+    Of cuts with the same weights after them only the last is listed, because it costs least; of names for the same
     place only the outermost. Running statistics and torch's random numbers are afterwards as they were.
 
     Args:
@@ -97,7 +97,7 @@ class _Visit(NamedTuple):
 
 
 def _cut_weights(model: nn.Module, run: Callable[[], Any]) -> dict[str, float]:
-    """Return the cuts by name, each with the share of the weights behind it."""
+    """Return the cuts by name, each with the fraction of the weights that follow it."""
     visits: dict[str, _Visit] = {}
     roots: list[Tensor] = []
     first_use: dict[Tensor, int] = {}
@@ -124,7 +124,7 @@ def _cut_weights(model: nn.Module, run: Callable[[], Any]) -> dict[str, float]:
     visible = {module: partial(visit, name) for name, module in model.named_modules() if module not in inside}
     with intercepted(visible):
         loss = run()
-    nodes = nodes_behind([*roots, *tensors_in(loss)])
+    nodes = reachable_nodes([*roots, *tensors_in(loss)])
     edges = [
         (node._sequence_nr(), target._sequence_nr(), target)
         for node in nodes

@@ -1,4 +1,4 @@
-"""Finding one's way among the modules of a model."""
+"""Finding modules of a model, by name and by where they lie around a cut."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Places(NamedTuple):
     """Where a cut lies in a model: modules, with their names."""
 
     around: list[tuple[str, nn.Module]]
-    before: list[tuple[str, nn.Module]]  # the outermost ones that code around the cut can call, also behind it
+    before: list[tuple[str, nn.Module]]  # the outermost ones that code around the cut can call, also after it
     cut: nn.Module
 
 

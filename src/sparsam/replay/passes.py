@@ -92,7 +92,7 @@ class ReplayedPasses(Passes):
         params = [p for p in self.replay.model.parameters() if p.grad is not None]
         if not params or torch.isfinite(gradient_norm(params, [p.grad for p in params], adaptive=False)):  # type: ignore[misc]
             return False
-        self.replay.give_up("values from before the cut, changed in place there, are used behind it")
+        self.replay.give_up("values from before the cut, changed in place there, are used after it")
         return True
 
     def forget(self) -> None:

@@ -44,7 +44,7 @@ class PastCall(NamedTuple):
 
 
 class Before(NamedTuple):
-    """What lies before a cut, on one way to it."""
+    """The prefix, on one path to the cut."""
 
     parameters: frozenset[Tensor]
     trained_after: bool  # whether any other parameter of the model is trained
@@ -86,7 +86,7 @@ class Recorder:
     Args:
         recording: Where to.
         look: Tells what lies before the cut that was just reached.
-        needs_gradient: Tells whether what lies behind a cut must see an input that requires a gradient.
+        needs_gradient: Tells whether the suffix must see an input that requires a gradient.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Recorder:
                 f"gradients were off where {recording.cut!r} was called (checkpointing? pass use_reentrant=False)"
             )
         if not recording.before.trained_after:
-            recording.stay_open(f"nothing behind {recording.cut!r} is trained")
+            recording.stay_open(f"nothing after {recording.cut!r} is trained")
         if self.needs_gradient(recording):
             self._detach = end_of_gradient
         self._watch(inputs, deep=True)

@@ -1,23 +1,24 @@
-"""Replay: what lies before the first perturbed layer is not computed twice.
+"""Replay: what lies before the cut is not computed twice.
 
-Let every perturbed weight lie behind a *cut*, the input of one module. Everything before the cut then has the same
-weights, inputs and random numbers in both passes of a SAM step, so its activations and its graph can be kept:
+A *cut* is the input of one module. What comes before it is the *prefix*, what follows it the *suffix*. If every
+perturbed weight lies in the suffix, then the prefix has the same weights, inputs and random numbers in both passes of a
+SAM step. So its activations and its graph can be kept:
 
-====== ============================== =====================================================
-pass   forward                        backward
-====== ============================== =====================================================
-first  everything                     only behind the cut, whose input is detached
-second only behind the cut, from the  behind the cut through the new graph, and on through
-       input that the first recorded  the graph that the first pass left before the cut
-====== ============================== =====================================================
+====== ================================== ======================================================
+pass   forward                            backward
+====== ================================== ======================================================
+first  everything                         the suffix only: the cut is detached
+second the suffix only, from the recorded the suffix through its new graph, then the prefix
+       input                              through the graph that the first pass left
+====== ================================== ======================================================
 
-The gradient is that of the plain masked step, bit for bit; the cost is 1 + f, f being the share of the step that lies
-behind the cut. All this happens inside an ordinary closure: in both passes calls of the modules along the way go
-through this file (:mod:`sparsam.replay.calls`), and between steps the model carries no trace of it.
+The gradient is that of the plain masked step, bit for bit. The cost is 1 + f, with f the suffix' fraction of a pass.
+All this happens inside an ordinary closure: in both passes calls of modules go through this package
+(:mod:`sparsam.replay.calls`), and between steps the model is as it was.
 
-In the second pass a module before the cut returns what it returned in the first, unless that has been changed in
-place since (an in-place ReLU after a normalisation): then a tensor of NaN, for nobody may need its values. The module
-at the cut is called with the recorded input.
+In the second pass a module of the prefix returns what it returned in the first. If that has been changed in place since
+(by an in-place ReLU after a normalisation, say), it returns a placeholder of NaN: mostly nobody reads its values. The
+module at the cut is called with the recorded input.
 
 Whatever does not fit is computed in full in the second pass: exact all the same, and one warning says why.
 """
@@ -36,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsam.errors import warn
 from sparsam.passes import is_compiled
-from sparsam.replay.autograd_graph import leaf_of, nodes_behind, tensors_in
+from sparsam.replay.autograd_graph import leaf_of, reachable_nodes, tensors_in
 from sparsam.replay.calls import intercepted
 from sparsam.replay.modules import Places, places_of, unwrap
 from sparsam.replay.recording import Before, EndOfGradient, Recorder, Recording
@@ -111,7 +112,7 @@ class Replay:
         if recording.path in self._paths:
             return self._paths[recording.path].before
         assert recording.input is not None
-        parameters = {leaf_of(node) for node in nodes_behind(tensors_in(recording.input.value))}
+        parameters = {leaf_of(node) for node in reachable_nodes(tensors_in(recording.input.value))}
         for call in recording.calls:  # of these nothing is in the graph, but it may be some day
             inside = self.model.get_submodule(call.name).parameters()
             parameters |= {p for p in inside if not p.requires_grad or not call.differentiable}
@@ -131,10 +132,10 @@ class Replay:
             return
         if len(self._paths) >= MAX_PATHS:
             self._paths.clear()
-        behind = nodes_behind(recording.outputs)
+        nodes = reachable_nodes(recording.outputs)
         own = EndOfGradient.__name__
-        custom = any(isinstance(node, BackwardCFunction) and not node.name().startswith(own) for node in behind)
-        self._paths[recording.path] = _Path(recording.before, custom or not behind)
+        custom = any(isinstance(node, BackwardCFunction) and not node.name().startswith(own) for node in nodes)
+        self._paths[recording.path] = _Path(recording.before, custom or not nodes)
         called = {call.name for call in recording.calls} | recording.suffix
         self._ahead = []
         assert self._places is not None
@@ -188,14 +189,14 @@ class Replay:
         if recording.forwards > 1:
             return f"the closure ran the model {recording.forwards} times, and only a single forward pass is replayed"
         if not recording.input.unchanged:
-            return f"the input of {cut!r} is changed in place behind the cut"
+            return f"the input of {cut!r} is changed in place after the cut"
         for past, following in zip_longest(recording.calls, recording.calls[1:]):
             if past.output.unchanged or (following is not None and following.output.value is past.output.value):
                 continue
             if not all(t.requires_grad for t in tensors_in(past.output.value)):
                 return f"the output of {past.name!r}, which has no gradient, is changed in place after it"
         if recording.crossed:
-            return f"what is computed before {cut!r} is used behind it by another way than its input"
+            return f"what is computed before {cut!r} is used after it, and not through its input"
         if not recording.before.parameters.isdisjoint(perturbed):
             return f"the first pass took another path to {cut!r}, and a perturbed weight lies on it"
         return ""
@@ -233,8 +234,8 @@ class Replay:
     def warn_two_step(self) -> None:
         """Say that only step(closure) saves time."""
         self._warn(
-            "only step(closure) can start it at the cut, first_step() and perturbed() cannot (nor can they see what "
-            "lies behind the cut: the order in which modules were registered has to do)"
+            "only step(closure) can start it at the cut, first_step() and perturbed() cannot (nor can they see which "
+            "parameters follow the cut: the order in which modules were registered has to do)"
         )
 
 
@@ -242,4 +243,4 @@ class _Path(NamedTuple):
     """What is known of one path to the cut."""
 
     before: Before
-    custom: bool  # whether the graph behind the cut holds functions that torch does not know
+    custom: bool  # whether the graph after the cut holds functions that torch does not know

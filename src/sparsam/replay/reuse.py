@@ -19,7 +19,7 @@ from sparsam.replay.recording import PastCall, Recording, same_tensors
 
 
 class Reuse:
-    """The second pass: hands out what was recorded, as long as it goes the way of the first.
+    """The second pass: hands out what was recorded, as long as it takes the path of the first.
 
     Args:
         recording: What the first pass left.

@@ -120,9 +120,9 @@ def check_state(state_dict: dict[str, Any], settings: dict[str, Any], params: Se
             )
     changed = differences(own["settings"], settings)
     if changed:
-        told = "; ".join(f"{key} was {saved!r} and is {here!r}" for key, (saved, here) in changed.items())
+        changes = "; ".join(f"{key} was {saved!r} and is {here!r}" for key, (saved, here) in changed.items())
         raise UserValueError(
-            f"state_dict is of a run with other settings: {told}. Build the optimizer and its mask as they were, or "
-            f"load the base optimizer's part alone with base_optimizer.load_state_dict()"
+            f"state_dict is of a run with other settings: {changes}. Build the optimizer and its policies as they "
+            f"were, or load the base optimizer's part alone with base_optimizer.load_state_dict()"
         )
     return dict(own)
