@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from cases import same, task
 from sparsam.analysis.hessian import (
     GIB,
+    _Timer,
     density_steps,
     memory_needed,
     search_vectors,
@@ -188,15 +189,21 @@ def test_nothing_is_disturbed(fails):
 
 
 def test_progress_and_time_left():
-    told = []
-    found = top_eigenvalues(objective_of(mlp), 2, products=30, progress=lambda *numbers: told.append(numbers))
-    assert [done for done, _, _ in told] == list(range(1, found.products + 1))
-    assert {total for _, total, _ in told} == {30}
-    assert all(left >= 0 for _, _, left in told)
-    told.clear()
-    spectral_density(objective_of(mlp), probes=2, steps=4, progress=lambda *numbers: told.append(numbers))
-    assert [(done, total) for done, total, _ in told] == [(i, 8) for i in range(1, 9)]
-    assert told[-1][2] == 0
+    seen = []
+    found = top_eigenvalues(objective_of(mlp), 2, products=30, progress=lambda *numbers: seen.append(numbers))
+    assert [done for done, _, _ in seen] == list(range(1, found.products + 1))
+    assert {total for _, total, _ in seen} == {30}
+    assert all(left >= 0 for _, _, left in seen)
+    seen.clear()
+    spectral_density(objective_of(mlp), probes=2, steps=4, progress=lambda *numbers: seen.append(numbers))
+    assert [(done, total) for done, total, _ in seen] == [(i, 8) for i in range(1, 9)]
+    assert seen[-1][2] == 0
+    seen.clear()
+    clock = iter([10.0, 12.0, 13.0, 16.0])
+    timer = _Timer(5, lambda *numbers: seen.append(numbers), lambda: next(clock))
+    for _ in range(3):
+        timer.tick()
+    assert seen == [(1, 5, 8.0), (2, 5, 4.5), (3, 5, 4.0)]
 
 
 def test_refuses():

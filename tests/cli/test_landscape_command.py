@@ -140,10 +140,9 @@ def test_ctrl_c_keeps_the_points_and_the_same_command_goes_on(runs, monkeypatch)
     assert (found.losses == whole.losses).all()
 
 
-def test_progress_is_told_in_lines_where_there_is_no_terminal(monkeypatch, capsys):
-    monkeypatch.setattr(command, "LINES_EVERY", 0.0)
-    lines = command._Lines("run")
-    monkeypatch.setattr(command.time, "monotonic", lambda: lines.start + 30)
-    for finished in (10, 13):  # ten of an earlier command
-        lines.tell(finished, 25)
-    assert capsys.readouterr().err == "run: 13/25 points, 2:00 left\n"
+def test_progress_without_a_terminal(capsys):
+    clock = iter([0.0, 30.0, 30.0, 35.0, 60.0])
+    lines = command.ProgressLines("run", interval=10, clock=lambda: next(clock))
+    for finished in (10, 13, 14, 16):  # ten of an earlier command
+        lines.update(finished, 25)
+    assert capsys.readouterr().err == "run: 13/25 points, 2:00 left\nrun: 16/25 points, 1:30 left\n"
