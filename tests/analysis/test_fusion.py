@@ -15,8 +15,8 @@ from sparsam.analysis.objective import Objective
 
 
 def objective_of(model):
-    x = torch.randn(6, 3, 32, 32, dtype=torch.float64)
-    return Objective(model, F.cross_entropy, (x.to(next(model.parameters())), torch.randint(0, 3, (6,))), batch_size=4)
+    x = torch.randn(3, 3, 32, 32, dtype=torch.float64)
+    return Objective(model, F.cross_entropy, (x.to(next(model.parameters())), torch.randint(0, 3, (3,))), batch_size=2)
 
 
 # How many convolutions lie right before a BatchNorm that only they feed, counted by hand.

@@ -12,6 +12,7 @@ import pytest
 import torch
 from commands import invoke
 from torch.nn import functional as F
+from trained_runs import recipe_file, train_digits
 
 from sparsam.cli.names import names_of
 from sparsam.cli.sharpness import show
@@ -21,17 +22,15 @@ from sparsam.models import build_model
 from sparsam.report.mask_figure import RunMasks, draw_masks
 from sparsam.runs.results import read_result, write_result
 from sparsam.selection import random_generator
-from sparsam.training import load_recipe, train
 
-FEW = ["--samples", 200, "--device", "cpu"]
+QUICK = ["--top", 1, "--products", 4, "--probes", 1, "--steps", 2]
+FEW = ["--samples", 100, "--device", "cpu"]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    path = tmp_path_factory.mktemp("looking") / "digits-ssam-f-seed0"
-    settings = ["train.epochs=2", "mask.samples=16", "mask.sparsity=0.8"]
-    train(load_recipe("recipes/digits-ssam-f.toml", settings), path, device=torch.device("cpu"))
-    return path
+    path = tmp_path_factory.mktemp("analysis") / "digits-ssam-f-seed0"
+    return train_digits(path, "ssam-f", "mask.samples=16", "mask.sparsity=0.8", epochs=2)
 
 
 def trained(run, count):
@@ -69,7 +68,7 @@ def rise(model, x, y, rho, mask=None, adaptive=False):
 def test_sharpness_of_a_run(run):
     text = invoke("sharpness", run, "--rho", 0.2, "--noise", 3, *FEW).stdout
     result = json.loads((run / "analysis" / "sharpness.json").read_text())
-    model, x, y, mask = trained(run, 200)
+    model, x, y, mask = trained(run, 100)
     assert result["loss"] == pytest.approx(F.cross_entropy(model(x), y).item(), rel=1e-5)
     assert result["worst_case"] == pytest.approx(rise(model, x, y, 0.2), rel=1e-3)
     assert result["worst_case_masked"] == pytest.approx(rise(model, x, y, 0.2, mask), rel=1e-3)
@@ -85,7 +84,7 @@ def test_sharpness_of_a_run(run):
         largest = sum((a * b).sum() for a, b in zip(product, v, strict=True)).item()
         v = list(product)
     assert result["lambda1"] == pytest.approx(largest, rel=0.03)
-    assert result["samples"] == 200
+    assert result["samples"] == 100
     assert f"{result['worst_case']:.3g}" in text
     again = invoke("sharpness", run, "--redraw").stdout
     assert again == text
@@ -159,7 +158,7 @@ def test_results_of_different_settings_do_not_stand_side_by_side(run, tmp_path):
     for command, one, two in (
         ("sharpness", ["--noise", 2], ["--noise", 2, "--rho", 0.3]),
         ("gradients", ["--batches", 1], ["--batches", 2]),
-        ("hessian", ["--probes", 1, "--steps", 2], ["--probes", 1, "--steps", 2, "--best"]),
+        ("hessian", QUICK, [*QUICK, "--best"]),
     ):
         figures = [] if command == "sharpness" else ["--output", tmp_path]
         few = ["--device", "cpu", *([] if command == "gradients" else ["--samples", 50])]
@@ -270,22 +269,15 @@ def test_what_cannot_be_looked_at(run, tmp_path):
 
 
 def test_compare_measures_what_is_missing(tmp_path):
-    command = [
-        "compare",
-        "recipes/digits-sgd.toml",
-        "--set",
-        "train.epochs=1",
-        "--output",
-        tmp_path,
-        "--sharpness",
-        0.1,
-    ]
+    few = ["--set", "train.epochs=1", "--set", "data.validation=1100", "--set", "data.batch_size=100"]  # 100 are left
+    command = ["compare", recipe_file("sgd"), *few, "--output", tmp_path, "--sharpness", 0.1]
     text = invoke(*command, "--device", "cpu").stdout
     assert "λ1" in text
     file = tmp_path / "digits-sgd-seed0" / "analysis" / "sharpness.json"
     before = file.stat().st_mtime_ns
     invoke(*command, "--device", "cpu")
     assert file.stat().st_mtime_ns == before
-    invoke("sharpness", file.parent.parent, "--best", "--device", "cpu")  # of other weights, so not what compare needs
+    # Of other weights, so not what compare needs.
+    invoke("sharpness", file.parent.parent, "--best", "--noise", 2, "--device", "cpu")
     invoke(*command, "--device", "cpu")
     assert json.loads(file.read_text())["weights"] == "last"

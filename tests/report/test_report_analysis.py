@@ -10,20 +10,13 @@ import numpy as np
 import pytest
 from commands import invoke
 from html_elements import Elements
-from report_runs import HOSTILE, analysed_runs, make_run
+from report_runs import HOSTILE, PLACE, make_run
 
 from sparsam.analysis import Landscape
 from sparsam.errors import UserValueError
 from sparsam.report import write_report
 
-PLACE = "a & b #1 100%"  # which a link must quote
 SHARED = ("landscape-contour", "landscape-surface", "landscape-line", "hessian", "gradients", "masks")
-
-
-@pytest.fixture(scope="module")
-def analysed(tmp_path_factory):
-    root = tmp_path_factory.mktemp("analysed")
-    return analysed_runs(root / "runs" / PLACE, root / "runs" / "analysis")
 
 
 def read(page):

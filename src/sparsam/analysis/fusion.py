@@ -30,8 +30,8 @@ if TYPE_CHECKING:  # whose Hessian products are those of folded models
     from sparsam.analysis.objective import Objective
 
 RELUS = (F.relu, torch.relu, "relu", "relu_")  # functions, and methods of tensors
-CHANNELS = 8  # tensor cores take so many at a time: with 3, cuDNN falls back to kernels without them
-FEW = 32  # and with 8 to slow ones: on an H200 a convolution of 32 channels takes less time, and one over windows least
+CHANNELS = 8  # tensor cores take multiples of 8: with 3, cuDNN falls back to kernels without tensor cores
+MIN_WIDTH = 32  # with 8 it takes slow ones: on an H200, 32 channels take less time, and windows the least
 POINTWISE = ((0, 0), (1, 1), 1)  # padding, dilation and groups of a convolution that is a matrix product
 SAME = 1e-4  # the relative difference of two losses in float32 that are the same function
 BF16 = 2e-2  # and of one in bf16
@@ -135,13 +135,13 @@ class Fused(Folded):
         super().__init__(convolution, norm, relu=relu)
         stride, padding, *_ = self.how
         outputs, inputs, *kernel = convolution.weight.shape
-        few = convolution.groups == 1 and inputs % CHANNELS
+        narrow = convolution.groups == 1 and inputs % CHANNELS
         self.windows: Callable[[Tensor], Tensor] | None = None
-        if few and convolution.weight[0].numel() <= FEW and convolution.dilation == (1, 1):
+        if narrow and convolution.weight[0].numel() <= MIN_WIDTH and convolution.dilation == (1, 1):
             # All that an output sees as the channels of its pixel: as many as padding would give, but a matrix product.
             self.windows = partial(_windows, kernel=kernel, stride=stride, padding=padding)
             inputs, kernel, self.how = convolution.weight[0].numel(), [1, 1], ((1, 1), *POINTWISE)
-        width = max(FEW, -(-inputs // CHANNELS) * CHANNELS) if few else inputs
+        width = max(MIN_WIDTH, -(-inputs // CHANNELS) * CHANNELS) if narrow else inputs
         self.pointwise = kernel == [1, 1] and self.how[1:] == POINTWISE
         self.cudnn = convolution.weight.is_cuda and dtype == torch.bfloat16
         self.dtype, self.inverse_deviation = dtype, _inverse_deviation(norm)

@@ -180,7 +180,7 @@ def top_eigenvalues(
     check_number("tolerance", tolerance, "a number >= 0", lambda value: value >= 0)
     vectors = search_vectors(objective, k, products=products, memory_limit=memory_limit)
     starts = iter(range(products + 1))
-    clock = _Clock(products, progress)
+    timer = _Timer(products, progress)
 
     def start() -> Tensor:
         generator = random_generator(seed, EIGENVALUES, next(starts))
@@ -189,14 +189,14 @@ def top_eigenvalues(
     _check_loss(objective)
     search = _product(objective, precision)
     further = tolerance * FURTHER[precision]
-    space = largest(search, start, k, steps=products - k, vectors=vectors, tolerance=further, tell=clock.tick)
+    space = largest(search, start, k, steps=products - k, vectors=vectors, tolerance=further, on_step=timer.tick)
     scale = float(np.abs(space.ritz().values).max())
     space.restart(k)
     exact = _product(objective, "fp32")
-    measured = [(*_measured(exact, space.basis[i], clock), i) for i in range(k)]
+    measured = [(*_measured(exact, space.basis[i], timer), i) for i in range(k)]
     values, residuals, order = zip(*sorted(measured, reverse=True), strict=True)
     return Eigenvalues(
-        values, residuals, space.basis[list(order)], clock.done, bool(max(residuals) <= tolerance * scale)
+        values, residuals, space.basis[list(order)], timer.done, bool(max(residuals) <= tolerance * scale)
     )
 
 
@@ -234,11 +234,11 @@ def spectral_density(
     n, dtype = weights_of(objective), _dtype(objective)
     check_whole("probes", probes)
     check_choice("precision", precision, tuple(TOLERANCES))
-    k, beside = (len(known.values), known.vectors) if known else (0, None)
-    if beside is not None and beside.shape[1] != n:
-        raise UserValueError(f"known must be of the same objective, of {n:,} weights, but is of {beside.shape[1]:,}")
+    k, deflated = (len(known.values), known.vectors) if known else (0, None)
+    if deflated is not None and deflated.shape[1] != n:
+        raise UserValueError(f"known must be of the same objective, of {n:,} weights, but is of {deflated.shape[1]:,}")
     steps = density_steps(objective, steps, k=k, memory_limit=memory_limit)
-    clock, shape = _Clock(probes * steps, progress), (probes, k + steps)
+    timer, shape = _Timer(probes * steps, progress), (probes, k + steps)
     nodes, weights = np.zeros(shape), np.zeros(shape)  # 0 is the weight of what is missing where a space ends early
     if known:
         nodes[:, :k], weights[:, :k] = known.values, 1 / n
@@ -247,10 +247,10 @@ def spectral_density(
     for probe in range(probes if steps else 0):
         generator = random_generator(seed, DENSITY, probe)
         signs = torch.randint(0, 2, (n,), generator=generator, dtype=torch.int8).mul_(2).sub_(1)
-        space = lanczos(product, signs.to(objective.device, dtype), steps, beside=beside, tell=clock.tick)
+        space = lanczos(product, signs.to(objective.device, dtype), steps, deflated=deflated, on_step=timer.tick)
         found, shares = quadrature(space)
         nodes[probe, k : k + len(found)], weights[probe, k : k + len(found)] = found, shares * (n - k) / n
-        clock.done = (probe + 1) * steps
+        timer.done = (probe + 1) * steps
     return Density(nodes, weights, n)
 
 
@@ -302,15 +302,17 @@ def weights_of(objective: Objective) -> int:
     return sum(p.numel() for p in objective.params)
 
 
-class _Clock:
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self.total, self.progress = total, progress
-        self.done, self.began = 0, time.monotonic()
+class _Timer:
+    """Counts products and reports how long the others will take at most."""
+
+    def __init__(self, total: int, progress: Progress | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.total, self.progress, self.clock = total, progress, clock
+        self.done, self.began = 0, clock()
 
     def tick(self) -> None:
         self.done += 1
         if self.progress is not None:
-            left = (time.monotonic() - self.began) / self.done * (self.total - self.done)
+            left = (self.clock() - self.began) / self.done * (self.total - self.done)
             self.progress(self.done, self.total, left)
 
 
@@ -328,13 +330,13 @@ def _product(objective: Objective, precision: str) -> Callable[[Tensor], Tensor]
     return product
 
 
-def _measured(product: Callable[[Tensor], Tensor], v: Tensor, clock: _Clock) -> tuple[float, float]:
+def _measured(product: Callable[[Tensor], Tensor], v: Tensor, timer: _Timer) -> tuple[float, float]:
     """Return the value and the residual of a vector."""
     w = product(v)
     square = (v * v).sum(dtype=torch.float64)
     value = (v * w).sum(dtype=torch.float64) / square
     residual = torch.linalg.vector_norm(w - value.to(v.dtype) * v, dtype=torch.float64) / square.sqrt()
-    clock.tick()
+    timer.tick()
     value_, residual_ = torch.stack((value, residual)).tolist()
     return value_, residual_
 

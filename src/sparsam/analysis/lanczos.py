@@ -120,8 +120,8 @@ def lanczos(
     start: Tensor,
     steps: int,
     *,
-    beside: Tensor | None = None,
-    tell: Callable[[], Any] = lambda: None,
+    deflated: Tensor | None = None,
+    on_step: Callable[[], Any] = lambda: None,
 ) -> Krylov:
     """Take so many steps, or fewer where the space ends before.
 
@@ -129,24 +129,24 @@ def lanczos(
         product: v -> A v, for symmetric A.
         start: The first vector.
         steps: And vectors of V.
-        beside: Orthonormal vectors, as rows: A is looked at only in the space that is orthogonal to them. They are the
+        deflated: Orthonormal vectors, as rows. Only the space that is orthogonal to them is searched. They are the
             first vectors of V.
-        tell: Called after each step.
+        on_step: Called after each step.
 
     >>> diagonal = torch.tensor([3.0, 2.0, 2.0, 1.0], dtype=torch.float64)
     >>> space = lanczos(lambda v: diagonal * v, torch.ones(4, dtype=torch.float64), steps=4)
     >>> space.size, space.ritz().values.round(10).tolist()
     (3, [3.0, 2.0, 1.0])
     """
-    kept = 0 if beside is None else len(beside)
+    kept = 0 if deflated is None else len(deflated)
     space = Krylov(start, min(kept + steps, start.numel()))
-    if beside is not None:
-        space.basis[:kept] = beside
+    if deflated is not None:
+        space.basis[:kept] = deflated
         space.size, space.coupling = kept, np.zeros(kept)
         space.go_on(start)
     while space.size < len(space.basis) and not space.ended:
         space.step(product)
-        tell()
+        on_step()
     return space
 
 
@@ -174,7 +174,7 @@ def largest(
     steps: int,
     vectors: int,
     tolerance: float,
-    tell: Callable[[], Any] = lambda: None,
+    on_step: Callable[[], Any] = lambda: None,
 ) -> Krylov:
     """Take steps until the k largest Ritz values have settled, with restarts where V is full.
 
@@ -188,14 +188,14 @@ def largest(
         steps: The most to be taken.
         vectors: The most that V is to hold, more than k + 1 or all there are.
         tolerance: The largest residual, in units of the largest absolute Ritz value.
-        tell: Called after each step.
+        on_step: Called after each step.
     """
     space = Krylov(start(), vectors, tolerance)
     for _ in range(steps):
         if space.size == vectors:
             space.restart(k + (vectors - k) // 2)
         space.step(product)
-        tell()
+        on_step()
         if _settled(space, k, tolerance):
             break
         if space.ended:

@@ -36,7 +36,7 @@ from sparsam.runs.files import RunError, replace_file
 PRECISIONS = ("fp32", "bf16")
 BATCH = 1000
 FUSED_BATCH = 5000  # small images for fused kernels, which are computed faster than launched for fewer
-MUCH = 40 * 2**30  # bytes of a GPU, for which twice as many are not too many
+LARGE_GPU = 40 * 2**30  # bytes; from here on twice as many fit
 SMALL = 3 * 32 * 32  # values of an image
 AGREEMENT = {"fp32": 1e-4, "bf16": 1e-2}  # of two computations of one loss that may differ by rounding
 
@@ -208,7 +208,7 @@ def loss_landscape(
 
 def fused_batch(device: torch.device) -> int:
     """Return how many small images are computed at a time where convolutions are fused."""
-    large = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory > MUCH
+    large = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory > LARGE_GPU
     return 2 * FUSED_BATCH if large else FUSED_BATCH
 
 

@@ -77,7 +77,7 @@ def measure(
         "weights": "best" if best else "last",
         "epochs": len(RunDirectory(run).metrics()),
     }
-    with _telling(run.name) as progress:
+    with _progress(run.name) as progress:
         return loss_landscape(
             objective.model,
             objective.loss_fn,
@@ -126,7 +126,7 @@ def _file(run: Path, dimensions: int) -> Path:
 
 
 @contextmanager
-def _telling(name: str) -> Iterator[Callable[[int, int], None]]:
+def _progress(name: str) -> Iterator[Callable[[int, int], None]]:
     """Show a bar with the time left on a terminal, and lines elsewhere; Ctrl-C stops after a point."""
     console = Console(stderr=True)
     columns = (
@@ -141,12 +141,12 @@ def _telling(name: str) -> Iterator[Callable[[int, int], None]]:
         Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
     ):
         task = bar.add_task(name, total=None)
-        lines = None if console.is_terminal else _Lines(name)
+        lines = None if console.is_terminal else ProgressLines(name)
 
         def progress(finished: int, total: int) -> None:
             bar.update(task, completed=finished, total=total)
             if lines is not None:
-                lines.tell(finished, total)
+                lines.update(finished, total)
             if stopped and finished < total:
                 raise Interrupted(
                     f"{name}: stopped after {finished} of {total} points, which are kept; the same command goes on"
@@ -155,18 +155,26 @@ def _telling(name: str) -> Iterator[Callable[[int, int], None]]:
         yield progress
 
 
-class _Lines:
-    """Writes a line now and then, with the time left."""
+class ProgressLines:
+    """Prints a line now and then, with the time left.
 
-    def __init__(self, name: str) -> None:
-        self.name, self.start, self.first = name, time.monotonic(), -1
-        self.last = self.start
+    Args:
+        name: What is computed.
+        interval: Seconds between two lines.
+        clock: Returns the time in seconds.
+    """
 
-    def tell(self, finished: int, total: int) -> None:
-        now = time.monotonic()
+    def __init__(self, name: str, interval: float = LINES_EVERY, clock: Callable[[], float] = time.monotonic) -> None:
+        self.name, self.interval, self.clock = name, interval, clock
+        self.start = self.last = clock()
+        self.first = -1
+
+    def update(self, finished: int, total: int) -> None:
+        """Print a line if it is time for one."""
+        now = self.clock()
         if self.first < 0:
-            self.first = finished  # of an earlier command
-        if now - self.last < LINES_EVERY or finished == self.first:
+            self.first = finished  # points of an earlier command
+        if now - self.last < self.interval or finished == self.first:
             return
         self.last = now
         left = (now - self.start) / (finished - self.first) * (total - finished)

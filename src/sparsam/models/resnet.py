@@ -94,9 +94,9 @@ class ResNet(nn.Sequential):
         initialise(self)
 
 
-def _stem(kind: str, channels: int, width: int) -> nn.Sequential:
-    check_choice("stem", kind, STEMS)
-    if kind == "cifar":
+def _stem(name: str, channels: int, width: int) -> nn.Sequential:
+    check_choice("stem", name, STEMS)
+    if name == "cifar":
         return nn.Sequential(nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
     return nn.Sequential(
         nn.Conv2d(channels, width, 7, 2, padding=3, bias=False),
