@@ -12,7 +12,7 @@ import pytest
 import torch
 from commands import invoke
 from torch.nn import functional as F
-from trained_runs import recipe_file, train_digits
+from trained_runs import train_digits
 
 from sparsam.cli.names import names_of
 from sparsam.cli.sharpness import show
@@ -270,7 +270,7 @@ def test_what_cannot_be_looked_at(run, tmp_path):
 
 def test_compare_measures_what_is_missing(tmp_path):
     few = ["--set", "train.epochs=1", "--set", "data.validation=1100", "--set", "data.batch_size=100"]  # 100 are left
-    command = ["compare", recipe_file("sgd"), *few, "--output", tmp_path, "--sharpness", 0.1]
+    command = ["compare", "digits-sgd", *few, "--output", tmp_path, "--sharpness", 0.1]
     text = invoke(*command, "--device", "cpu").stdout
     assert "λ1" in text
     file = tmp_path / "digits-sgd-seed0" / "analysis" / "sharpness.json"

@@ -146,17 +146,16 @@ def test_notes_tell_what_seeds_of_one_method_do_not_share(tmp_path):
     assert row([method], "SAM")["ρ"][0] == "0.1, 0.2"
 
 
-def test_the_page_says_what_a_budget_has_chosen(tmp_path):
-    run = make_run(tmp_path, "sam", summary={"cut": "layer2", "late_share": 0.316})
-    page = write_report([run], tmp_path / "page.html").read_text()
-    assert "<dt>cut</dt><dd>layer2</dd>" in page
-    assert "<dt>late_share</dt><dd>0.316</dd>" in page
-    page = write_report([make_run(tmp_path, "sgd", summary={"cut": None})], tmp_path / "page.html").read_text()
-    assert "<dt>cut</dt>" not in page
+def test_steps_that_were_timed_in_turn_have_the_median_of_their_ratios(tmp_path):
+    ratio = {"median": 1.83, "low": 1.79, "high": 1.85, "rounds": 30}
+    runs = [make_run(tmp_path, "sgd"), make_run(tmp_path, "sam", summary={"step_ratio": ratio})]
+    methods = collect(runs)
+    assert [method.relative_step for method in methods] == [1.0, 1.83]
+    assert row(methods, "SAM")["Step time (measured)"] == ("1.83× ± 0.03", "median of 30 rounds")
 
 
 def test_a_setting_that_an_older_recipe_lacks_is_its_default(tmp_path):
-    runs = [make_run(tmp_path, "sam"), make_run(tmp_path, "sam", 1, recipe={"mask.late": False, "data.cutout": 0})]
+    runs = [make_run(tmp_path, "sam"), make_run(tmp_path, "sam", 1, recipe={"data.limit": None, "data.cutout": 0})]
     (method,) = collect(runs)
     assert method.notes == ()
     (method,) = collect([*runs, make_run(tmp_path, "sam", 2, recipe={"data.cutout": 4})])

@@ -44,10 +44,10 @@ def make_run(root, name="sgd", seed=0, *, epochs=EPOCHS, recipe=(), environment=
     settings = {
         "name": name,
         "model": {"name": "resnet-small"},
-        "data": {"name": "digits", "batch_size": 128, "validation": 0},
+        "data": {"name": "digits", "batch_size": 128, "validation": None},
         "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": weight_decay},
         "sam": {"enabled": sam, "rho": 0.1, "adaptive": False},
-        "mask": {"kind": mask, "sparsity": 0.5},
+        "mask": {"name": mask, **({"sparsity": 0.5} if mask == "fisher" else {})},
         "train": {"epochs": EPOCHS, "seed": seed, "precision": "fp32"},
     }
     for key, value in dict(recipe).items():

@@ -137,8 +137,6 @@ def _details(method: Method, run: Run, look: Style, results: str) -> str:
     state = "" if run.finished else ' <em class="badge">unfinished</em>'
     plain = {key: value for key, value in run.recipe.items() if not isinstance(value, dict)}
     sections = {"recipe": plain, **{k: v for k, v in run.recipe.items() if isinstance(v, dict)}}
-    if run.chosen:
-        sections["chosen by the budget, or named"] = run.chosen
     sections["environment"] = run.environment
     lists = "\n".join(f"<section><h3>{escape(k)}</h3>{_list(v)}</section>" for k, v in sections.items())
     return (

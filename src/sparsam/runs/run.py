@@ -17,7 +17,6 @@ from sparsam.runs.step_time import StepRatio, step_time
 
 TEXTS = ("model.name", "data.name", "mask.name", "train.precision")  # keys of recipe.json that Run relies on
 NUMBERS = ("data.batch_size", "optimizer.weight_decay", "sam.rho", "train.epochs")
-CHOSEN = ("cut", "late_share")  # keys of summary.json: where SSAM-C cuts, and when it starts
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,6 @@ class Run:
     theoretical_flops: float | None = None
     extra: dict[str, float] = field(default_factory=dict)
     """Further numbers by their label."""
-    chosen: dict[str, Any] = field(default_factory=dict)
-    """The cut and the like, as chosen by a budget or named in the recipe."""
 
     @property
     def setup(self) -> str:
@@ -196,7 +193,6 @@ def _with_summary(run: Run, summary: Record) -> Run:
         perturbed=summary.optional("perturbed"),
         theoretical_flops=summary.optional("theoretical_flops"),
         extra={label: float(value) for label, value in extra.items() if value is not None},
-        chosen={key: value for key in CHOSEN if (value := summary.values.get(key)) is not None},
     )
 
 
