@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -9,6 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from sparsam.checks import check_number
 from sparsam.cli.analysis import Device, find_device
 from sparsam.errors import UserValueError
 
@@ -64,6 +66,8 @@ def cuts(
     sparsam cuts cifar10-wrn28-10-sam --batch-size 32
     ```
     """
+    if budget is not None:
+        check_number("budget", budget, "a number above 1", lambda value: 1 < value < math.inf)
     recipe, images = load(
         model, batch_size=batch_size, precision=precision, size=image_size, classes=classes, channels=channels
     )
