@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import sparsam
+from commands import invoke, sparsam
 from digits_runs import CPU, final_weights, recipe
 
 from cases import same
@@ -29,26 +29,27 @@ def read(path):
 
 
 @pytest.mark.parametrize(
-    ("name", "data"),
+    ("name", "limit", "data"),
     [
-        ("digits-ssam-c", []),
+        ("digits-ssam-c", 256, []),
         pytest.param(
             "cifar100-resnet18-sam",
-            ["--set", f"data.root={DATA}", "--set", "data.batch_size=32"],
+            64,
+            ["--set", f"data.root={DATA}", "--set", "data.batch_size=16"],
             marks=pytest.mark.skipif(not (DATA / LAYOUTS["cifar100"].folder).is_dir(), reason=NO_CIFAR),
         ),
     ],
 )
-def test_two_steps_of_a_recipe(tmp_path, name, data):
-    limit = ["--max-steps", 2, "--set", "data.limit=256"]
-    sparsam("train", name, *data, *limit, "-o", tmp_path / "run", "--device", "cpu", cwd=tmp_path)
+def test_two_steps_of_a_recipe(tmp_path, name, limit, data):
+    few = ["--max-steps", 2, "--set", f"data.limit={limit}"]
+    sparsam("train", name, *data, *few, "-o", tmp_path / "run", "--device", "cpu", cwd=tmp_path)
     (epoch,), summary = read(tmp_path / "run")
     assert (epoch["steps"], summary["steps"], summary["epochs"]) == (2, 2, 1)
     assert epoch["lr"] == pytest.approx(0.05 / 2)  # (1 + cos(pi 1 / 2)) / 2 of 0.05
     assert math.isfinite(epoch["train_loss"])
-    assert (256 * epoch["test_accuracy"]).is_integer()
-    text = sparsam("evaluate", tmp_path / "run", "--device", "cpu", cwd=tmp_path).stdout
-    assert "on 256 test images" in text
+    assert (limit * epoch["test_accuracy"]).is_integer()
+    text = invoke("evaluate", tmp_path / "run", "--device", "cpu").stdout
+    assert f"on {limit} test images" in text
 
 
 def test_schedules_take_max_steps_as_their_total(tmp_path):
@@ -121,3 +122,16 @@ def test_a_limit_comes_after_the_validation_split():
     train_images = {x.numpy().tobytes() for x in load_digits().train.x}
     assert (len(data.train), len(data.test)) == (100, 100)
     assert all(x.numpy().tobytes() in train_images for x in data.test.x)
+
+
+def test_a_limit_of_an_image_folder(shared_root):
+    settings = ["data.name=imagefolder", f"data.root={shared_root}", "data.workers=0", "data.image_size=8"]
+    few = [*settings, "data.batch_size=2", "data.limit=4"]
+    loaders = [build_loader(recipe("sgd", *few, f"train.seed={seed}"), CPU) for seed in (0, 1)]
+    names = [[sorted(part.names.tolist()) for part in (loader.data.train, loader.data.test)] for loader in loaders]
+    assert names[0] == names[1]
+    assert [len(part) for part in names[0]] == [4, 4]
+    everything = build_loader(recipe("sgd", *settings, "data.batch_size=2"), CPU).data
+    assert set(names[0][0]) < set(everything.train.names.tolist())
+    assert loaders[0].steps == 2
+    assert sum(len(y) for _, y in loaders[0].evaluation()) == 4

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from digits_runs import CPU, equal, final_weights, numbers, recipe
+from digits_runs import CPU, equal, final_weights, recipe
 from torch.nn import functional as F
 
 from cases import same
