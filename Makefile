@@ -17,10 +17,13 @@ $(READY): pyproject.toml constraints.txt src/sparsam/__init__.py
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
+# Two processes train, with one thread each; the last command finds all runs finished, and compares.
+DEMO := --seeds 3 --sharpness 0.1 --output runs/demo
 demo: $(READY)  ## train a small network on embedded data with SGD, SAM and sparse SAM, and compare
 	rm -rf runs/demo
-	$(BIN)/sparsam compare recipes/digits-sgd.toml recipes/digits-sam.toml recipes/digits-ssam-f.toml \
-		recipes/digits-ssam-d.toml recipes/digits-ssam-c.toml --seeds 3 --sharpness 0.1 --output runs/demo
+	$(BIN)/sparsam compare digits-sam digits-ssam-f $(DEMO) --rounds 0 >/dev/null 2>&1 & \
+		$(BIN)/sparsam compare digits-sgd digits-ssam-d digits-ssam-c $(DEMO) --rounds 0 >/dev/null; wait
+	$(BIN)/sparsam compare digits-sgd digits-sam digits-ssam-f digits-ssam-d digits-ssam-c $(DEMO)
 
 test: $(READY)  ## all tests that need neither a GPU nor many minutes
 	$(BIN)/python -m pytest --numprocesses 2 -m 'not slow'

@@ -1,7 +1,8 @@
-"""What a step costs when everything before a cut is computed once: SSAM-C beside SGD, SAM and unstructured sparse SAM.
+"""What a step costs when nothing before a cut is computed twice: SSAM-C beside SGD, SAM and unstructured sparse SAM.
 
-All methods of a network are set up first and then timed in turn, round after round, so that each ratio is of one run.
-On a GPU a step is one CUDA graph. The JSON holds every round; `--plot` draws time against the perturbed share.
+All methods of a network are set up first. Then each takes steps in turn, round after round. What counts is the ratio to
+SGD in the same round: the median over the rounds, and its quartiles. On a GPU a step is one CUDA graph. The JSON holds
+every round; `--plot` draws time against the perturbed share.
 
     python benchmarks/ssam_c.py --output results/ssam-c/step-times.json --plot docs/images/ssam-c-time.png
     python benchmarks/ssam_c.py --redraw results/ssam-c/step-times.json --plot docs/images/ssam-c-time.png
@@ -19,13 +20,13 @@ import torch
 from torch.nn import functional as F
 
 import sparsam
-from sparsam import SAM, BudgetMask, RandomMask
-from sparsam.cuda_graph import CapturedStep
+from sparsam import SAM, CapturedStep, FriendlyAscent, MomentumAscent, RandomMask, SuffixMask
 from sparsam.models import build_model
 from sparsam.replay.clock import Clock
+from sparsam.runs.step_time import StepRatio
 from sparsam.training.flops import theoretical_flops
 
-CUTS = {  # module names, and what people call what lies behind them
+CUTS = {  # module names, and what people call what follows them
     "resnet18": {
         "layer2": "stages 2-4",
         "layer3": "stages 3+4",
@@ -42,26 +43,41 @@ CUTS = {  # module names, and what people call what lies behind them
         "layer3.3": "last block",
     },
 }
+FRIENDLY = {"resnet18": ("layer2", "layer3", "layer4"), "wrn-28-10": ("layer2", "layer3")}
+MOMENTUM = "one pass, along the momentum"
+
+
+def methods(network):
+    """Return what is compared: the name, and what SAM is built with for a model; None: no SAM at all."""
+    table = {"SGD": None, "SAM": lambda model: {}, "unstructured, 50 %": lambda model: {"mask": RandomMask(0.5)}}
+    for cut, words in CUTS[network].items():
+        table[f"SSAM-C, {words}"] = lambda model, cut=cut: {"mask": SuffixMask(model, cut)}
+    for cut in FRIENDLY[network]:
+        name = f"friendly SSAM-C, {CUTS[network][cut]}"
+        table[name] = lambda model, cut=cut: {"mask": SuffixMask(model, cut), "ascent": FriendlyAscent()}
+    table[MOMENTUM] = lambda model: {"ascent": MomentumAscent()}
+    return table
 
 
 class Case:
     """One method on one network, ready to take steps."""
 
-    def __init__(self, name, network, batch_size, precision, device, make_mask):
+    def __init__(self, name, network, options, device, build):
         torch.manual_seed(0)
         self.name = name
         self.model = build_model(network, 100).to(device, memory_format=torch.channels_last)
-        x = torch.randn(batch_size, 3, 32, 32, device=device).contiguous(memory_format=torch.channels_last)
-        y = torch.randint(0, 100, (batch_size,), device=device)
+        x = torch.randn(options.batch_size, 3, 32, 32, device=device).contiguous(memory_format=torch.channels_last)
+        y = torch.randint(0, 100, (options.batch_size,), device=device)
         fused = device.type == "cuda"
         opt = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9, weight_decay=1e-3, fused=fused)
-        if make_mask is not None:
-            opt = SAM.wrap(opt, rho=0.05, mask=make_mask(self.model), model=self.model)
+        if build is not None:
+            opt = SAM.wrap(opt, rho=0.05, model=self.model, **build(self.model))
         self.opt = opt
+        bf16 = options.precision == "bf16"
 
         def closure():
             opt.zero_grad()
-            with torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else contextlib.nullcontext():
+            with torch.autocast(device.type, torch.bfloat16) if bf16 else contextlib.nullcontext():
                 loss = F.cross_entropy(self.model(x), y)
             loss.backward()
             return loss
@@ -69,38 +85,16 @@ class Case:
         self.step = CapturedStep(opt, closure) if device.type == "cuda" else lambda: opt.step(closure)
 
     def perturbed(self):
-        """Return the share of the weights that a step perturbs, on average."""
-        if not isinstance(self.opt, SAM) or self.opt.selection is None:  # which steps of one pass have not
+        """Return the share of the weights that a step of two passes perturbs."""
+        if not isinstance(self.opt, SAM) or not self.opt.needs_second_pass:
             return 0.0
-        total = sum(p.numel() for p in self.model.parameters())
-        params = [p for group in self.opt.param_groups for p in group["params"]]
-        chosen = sum(
-            m * p.numel() if isinstance(m, bool) else int(m.sum())
-            for m, p in zip(self.opt.selection, params, strict=True)
-        )
-        full = getattr(self.opt.mask, "full", 0.0)
-        return (1 - full) * chosen / total + full
-
-
-def methods(network):
-    """Return what is compared: name -> mask of a model; None: no SAM at all."""
-    table = {"SGD": None, "SAM": lambda model: None, "unstructured, 50 %": lambda model: RandomMask(0.5)}
-    for cut, words in CUTS[network].items():
-        table[f"SSAM-C, {words}"] = lambda model, cut=cut: BudgetMask(model, cut=cut)
-    middle = "layer4" if network == "resnet18" else "layer3"
-    name = f"SSAM-C, {CUTS[network][middle]}, every 4th step full"
-    table[name] = lambda model: BudgetMask(model, cut=middle, full=0.25)
-    late = {"total_steps": 10**6, "late_share": 1e-6}  # far away
-    table["one pass, along the momentum"] = lambda model: BudgetMask(model, **late, momentum_rho=1.0)
-    return table
+        masks = self.opt.masks()
+        return sum(int(m.sum()) for m in masks) / sum(m.numel() for m in masks)
 
 
 def measure(network, options, device):
     """Return a row for each method."""
-    cases = [
-        Case(name, network, options.batch_size, options.precision, device, mask)
-        for name, mask in methods(network).items()
-    ]
+    cases = [Case(name, network, options, device, build) for name, build in methods(network).items()]
     for case in cases:
         for _ in range(options.warm_up):
             case.step()
@@ -114,18 +108,23 @@ def measure(network, options, device):
             for _ in range(options.steps):
                 case.step()
             rounds[case.name].append(1000 * clock.between(start, clock.now()) / options.steps)
-    base = statistics.median(rounds["SGD"])
-    return [
-        {
-            "network": network,
-            "method": case.name,
-            "perturbed": case.perturbed(),
-            "ms": statistics.median(rounds[case.name]),
-            "ratio": statistics.median(rounds[case.name]) / base,
-            "rounds_ms": rounds[case.name],
-        }
-        for case in cases
-    ]
+    rows = []
+    for case in cases:
+        times = rounds[case.name]
+        ratio = StepRatio.of([own / sgd for own, sgd in zip(times, rounds["SGD"], strict=True)])
+        rows.append(
+            {
+                "network": network,
+                "method": case.name,
+                "perturbed": case.perturbed(),
+                "ms": statistics.median(times),
+                "ratio": ratio.median,
+                "low": ratio.low,
+                "high": ratio.high,
+                "rounds_ms": times,
+            }
+        )
+    return rows
 
 
 def show(result):
@@ -133,14 +132,17 @@ def show(result):
     for network in dict.fromkeys(row["network"] for row in result["rows"]):
         print(f"\n{network}, {result['device']}, torch {result['torch']}, batch {result['batch_size']},", end=" ")
         print(f"{result['precision']}, {result['rounds']} rounds of {result['steps']} steps\n")
-        print("| perturbed | share of weights | ms a step (smallest – largest) | × SGD | theory of the paper |")
+        print(
+            "| method | weights perturbed | ms a step (smallest – largest) | × SGD (quartiles) | theory of the paper |"
+        )
         print("| --- | --- | --- | --- | --- |")
         for row in result["rows"]:
             if row["network"] == network:
                 spread = f"{row['ms']:.2f} ({min(row['rounds_ms']):.2f} – {max(row['rounds_ms']):.2f})"
                 theory = theoretical_flops(row["perturbed"] or None)
                 share = f"{100 * row['perturbed']:.1f} %"
-                print(f"| {row['method']} | {share} | {spread} | {row['ratio']:.2f} | {theory:.2f} |")
+                ratio = f"{row['ratio']:.3f}" + (f" ({row['low']:.3f} – {row['high']:.3f})" if "low" in row else "")
+                print(f"| {row['method']} | {share} | {spread} | {ratio} | {theory:.2f} |")
 
 
 def plot(result, path):
@@ -190,7 +192,7 @@ def plot(result, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--networks", nargs="+", default=list(CUTS), choices=list(CUTS))
+    parser.add_argument("--networks", nargs="+", default=["resnet18"], choices=list(CUTS))
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="bf16")
     parser.add_argument("--rounds", type=int, default=7)

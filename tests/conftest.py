@@ -6,6 +6,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 import pytest
 import torch
 from browser import chromium  # noqa: F401, a fixture
+from fixtures import analysed, root, runs, shared_root  # noqa: F401, fixtures
 from hypothesis import settings
 
 settings.register_profile("sparsam", deadline=None, derandomize=True, max_examples=100)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from small_models import TiedAutoencoder, trained_task
 from torch import nn
 from torch.nn import functional as F
 
@@ -12,16 +13,6 @@ from reference import fisher, signs_fisher
 from sparsam import diagonal_fisher
 
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-14}
-
-
-def trained_task(**options):
-    """Some steps in, so that running statistics are not 0 and 1."""
-    t = task(**options)
-    opt = torch.optim.SGD(t.model.parameters(), lr=0.1)
-    for _ in range(5):
-        t.closure(opt)()
-        opt.step()
-    return t
 
 
 def assert_same(got, expected):
@@ -171,15 +162,6 @@ def test_frozen_and_unused_parameters():
         names = [n for n, p in t.model.named_parameters() if p.requires_grad]
         assert len(got) == len(names)
         assert got[names.index("unused")].tolist() == [0, 0]
-
-
-class TiedAutoencoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 5, dtype=torch.float64))
-
-    def forward(self, x):
-        return torch.tanh(x @ self.weight.t()) @ self.weight
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 4}, {"method": "signs", "chunk_size": 1}])

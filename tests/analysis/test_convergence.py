@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 
 import numpy as np
 import pytest
 import torch
-from test_commands import sparsam
 
 from sparsam import SAM
 from sparsam.analysis.convergence import (
@@ -25,7 +23,6 @@ from sparsam.analysis.convergence import (
     walk,
 )
 from sparsam.analysis.problems import COSINE, PROBLEMS, ROBUST, SIGMOID, AdditiveNoise, Batches, build_problem
-from sparsam.cli.app import app
 from sparsam.selection import random_generator
 
 TERMS = {"cosine": COSINE, "robust": ROBUST, "sigmoid": SIGMOID}
@@ -44,9 +41,6 @@ def points(problem, count=40):
     return problem.start + w * torch.logspace(-2, 2, count, dtype=torch.float64)[:, None]
 
 
-# ------------------------------------------------------------------------------------------------ arithmetic
-
-
 def test_sums():
     T = np.arange(1, 200_001, dtype=float)
     harmonic, three_halves, squares = ((T**-p).cumsum() for p in (1, 1.5, 2))
@@ -60,9 +54,6 @@ def test_sums():
     later = T >= 10  # from there on the printed bound is true after all: docs/theorems.md
     assert (harmonic + 0.8 * three_halves <= 2 * np.log(T))[later].all()
     assert (2.25 * three_halves <= 2 * np.log(T))[later].all()
-
-
-# ---------------------------------------------------------------------------------- constants of the problems
 
 
 @pytest.mark.parametrize("name", TERMS)
@@ -159,9 +150,6 @@ def test_noise(problem):
     assert (seen - gradient).square().sum(1).mean() < problem.sigma**2
 
 
-# ---------------------------------------------------------------------------------------- bounds and conditions
-
-
 def test_bounds_are_those_of_the_paper_and_their_corrections():
     L, G, sigma, eta, rho, T, drop = 2.0, 3.0, 0.7, 0.4, 0.5, np.array([1.0, 50.0]), np.array([0.3, 1.5])
     sam, ssam = (Bounds(L, G, sigma, eta, rho, sparse) for sparse in (False, True))
@@ -234,9 +222,6 @@ def test_a_walk_is_the_iteration_of_the_theorems(problem, mask):
         w = w - bounds.eta_0 / math.sqrt(t) * problem.observed(w + eps, noise)
         expected.append(w)
     torch.testing.assert_close(walk(problem, method, bounds, 8, seed=7), torch.stack(expected))
-
-
-# ------------------------------------------------------------------------------------------------ the theorems
 
 
 @pytest.mark.parametrize("name", ["robust", "sigmoid"])
@@ -359,9 +344,6 @@ def test_smooth_samples_are_needed():
     assert bounds.corrected(1.0, w1 - f_after) < 0 < 1.0  # below the squared norm of the gradient
 
 
-# -------------------------------------------------------------------------------------------- data and command
-
-
 def test_the_same_seeds_give_the_same_numbers():
     problem = build_problem("robust")
     first, again, other = (
@@ -376,57 +358,3 @@ def test_the_same_seeds_give_the_same_numbers():
 def test_largest_rho():
     assert largest_rho(3.0, 0.4, sparse=False) == pytest.approx(1.2)
     assert largest_rho(3.0, 0.4, sparse=True) == pytest.approx(0.6)
-
-
-def test_the_command(tmp_path):
-    chosen = ["--problem", "cosine", "--sparsity", 0.5, "--sparsity", 0.9]
-    done = sparsam("convergence", *chosen, "--steps", 20, "--seeds", 2, "-o", tmp_path, width=80)
-    lines = [line.split() for line in done.stdout.splitlines() if line.split()[:1] == ["cosine"]]
-    assert [line[1:3] for line in lines] == [
-        ["dense", "0"], ["random", "0.5"], ["dynamic", "0.5"], ["random", "0.9"], ["dynamic", "0.9"],
-    ]  # fmt: skip
-    result = json.loads((tmp_path / "convergence.json").read_text())
-    assert [float(line[3]) for line in lines] == pytest.approx([c["mean"][-1] for c in result["curves"]], rel=0.01)
-    assert (result["seeds"], result["steps"]) == (2, 20)
-    assert all(0 < curve["largest_share"] < 1 for curve in result["curves"])
-    refused = sparsam("convergence", "--rho", 1.5, "-o", tmp_path, code=1)
-    assert refused.stderr.startswith("error: rho_0 must be a number in [0, G eta_0]")
-
-
-def invoke(*arguments):
-    app(["convergence", *map(str, arguments)], standalone_mode=False)
-
-
-def test_redraw_needs_nothing_but_the_numbers(tmp_path, monkeypatch, capsys):
-    options = [
-        "--problem",
-        "sigmoid",
-        "--problem",
-        "cosine",
-        "--sparsity",
-        0.5,
-        "--steps",
-        12,
-        "--seeds",
-        2,
-        "-o",
-        tmp_path,
-    ]
-    invoke(*options)
-    shown = capsys.readouterr().out
-    data = (tmp_path / "convergence.json").read_bytes()
-    pictures = [tmp_path / f"convergence.{suffix}" for suffix in ("png", "svg")]
-    for picture in pictures:
-        assert picture.stat().st_size > 10_000
-        picture.unlink()
-    monkeypatch.setattr("sparsam.analysis.convergence.walk", None)  # nothing is run
-    invoke("--redraw", "-o", tmp_path)
-    assert capsys.readouterr().out == shown
-    assert all(picture.is_file() for picture in pictures)
-    assert (tmp_path / "convergence.json").read_bytes() == data
-    with pytest.raises(
-        ValueError, match=r"there is no .*nowhere/convergence.json to redraw; make it with: sparsam conv"
-    ):
-        invoke("--redraw", "-o", tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"as it was, so leave out --seeds, --sparsity$"):
-        invoke("--redraw", "--seeds", 2, "-o", tmp_path, "--sparsity", 0.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from norm_networks import Block, Branches, Odd, Remembers, as_trained, hooked, networks
 from torch import nn
 from torch.fx.proxy import TraceError
 from torch.nn import functional as F
@@ -11,81 +12,11 @@ from torch.nn import functional as F
 from cases import same, weights
 from sparsam.analysis.fusion import Fused, FusedForward, checked, fastest, fused
 from sparsam.analysis.objective import Objective
-from sparsam.models import build_model
-
-
-def conv(inputs=4, outputs=4, **options):
-    return nn.Conv2d(inputs, outputs, 3, padding=1, **options)
-
-
-class Odd(nn.Module):
-    """What people write: a bias, methods in place of functions, additions in place, sums of unequal shape, groups."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv1, self.bn1 = conv(3), nn.BatchNorm2d(4)
-        self.conv2, self.bn2 = conv(groups=2), nn.BatchNorm2d(4, affine=False)
-        self.conv3, self.bn3 = nn.Conv2d(4, 5, 1, stride=(2, 1), bias=True), nn.BatchNorm2d(5)
-        self.scale = nn.Parameter(torch.ones(1, 4, 1, 1))
-
-    def forward(self, x):
-        h = self.bn1(self.conv1(x)).relu()
-        h2 = self.bn2(self.conv2(h))
-        h2 += self.scale
-        h = F.relu(h2, inplace=True) + h
-        return self.bn3(self.conv3(h)).flatten(2).mean(2)
-
-
-class Twice(nn.Module):
-    """A convolution whose output is used twice, one with a padding of its own, and a norm that is added to itself."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv1, self.bn1 = conv(3), nn.BatchNorm2d(4)
-        self.conv2, self.bn2 = conv(padding_mode="reflect"), nn.BatchNorm2d(4)
-        self.conv3, self.bn3 = nn.Conv2d(4, 4, 3, padding="same"), nn.BatchNorm2d(4)
-        self.conv4, self.bn4 = conv(), nn.BatchNorm2d(4)
-
-    def forward(self, x):
-        h = self.conv1(x)
-        h = F.relu(self.bn1(h)) + h
-        h = self.bn3(self.conv3(F.relu(self.bn2(self.conv2(h)))))
-        h = self.bn4(self.conv4(h))
-        return F.relu(h + h).flatten(2).mean(2)
-
-
-class Branches(nn.Module):
-    """Control flow that depends on the data."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.bn = conv(3), nn.BatchNorm2d(4)
-
-    def forward(self, x):
-        h = F.relu(self.bn(self.conv(x)))
-        return (h if h.sum() > 0 else -h).flatten(2).mean(2)
-
-
-def networks(name):
-    own = {"odd": Odd, "twice": Twice, "branches": Branches}
-    return as_trained(own[name]() if name in own else build_model(name, 10))
-
-
-def as_trained(model):
-    """In float64, and BatchNorm not as if it did nothing."""
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.running_mean.normal_()
-            module.running_var.uniform_(0.5, 2)
-            if module.affine:
-                nn.init.uniform_(module.weight, 0.5, 2)
-                nn.init.normal_(module.bias)
-    return model.double()
 
 
 def objective_of(model):
-    x = torch.randn(6, 3, 32, 32, dtype=torch.float64)
-    return Objective(model, F.cross_entropy, (x.to(next(model.parameters())), torch.randint(0, 3, (6,))), batch_size=4)
+    x = torch.randn(3, 3, 32, 32, dtype=torch.float64)
+    return Objective(model, F.cross_entropy, (x.to(next(model.parameters())), torch.randint(0, 3, (3,))), batch_size=2)
 
 
 # How many convolutions lie right before a BatchNorm that only they feed, counted by hand.
@@ -219,18 +150,6 @@ def test_nothing_is_fused_on_a_cpu():
     assert fastest(objective_of(networks("resnet-small"))) is None
 
 
-class Block(nn.Module):
-    """A convolution and a BatchNorm, and what a test does with them."""
-
-    def __init__(self, forward):
-        super().__init__()
-        self.conv, self.bn, self.relu = conv(3, 3), nn.BatchNorm2d(3), nn.ReLU(inplace=True)
-        self.rule = forward
-
-    def forward(self, x):
-        return self.rule(self, x.clone()).flatten(2).mean(2)
-
-
 LEFT_ALONE = {  # an input that is written into after the convolution has read it, or a sum that is not plain
     "in place by a method": lambda b, x: F.relu(b.bn(b.conv(x)) + x.relu_()),
     "in place by a module": lambda b, x: F.relu(b.bn(b.conv(x)) + b.relu(x)),
@@ -294,10 +213,6 @@ def patched(model):
     model[0].forward = lambda x: x
 
 
-def hooked(model):
-    model[0].register_forward_hook(lambda module, inputs, output: 2 * output)
-
-
 def without_statistics(model):
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -312,21 +227,6 @@ def test_what_cannot_be_fused_runs_as_it_is(spoil):
     assert not fast.fused
     if spoil is not patched:  # which does not fit the rest
         torch.testing.assert_close(objective.loss(fast), objective.loss(), rtol=1e-12, atol=1e-12)
-
-
-class Remembers(nn.Module):
-    """Arguments with defaults, and values that the model keeps of its last run."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.bn, self.features = conv(3), nn.BatchNorm2d(4), None
-        self.register_buffer("last", torch.zeros(()))
-
-    def forward(self, x, scale=None, size=(1, 1)):
-        self.features = F.relu(self.bn(self.conv(x)))
-        self.last = self.features.mean()
-        h = self.features if scale is None else scale * self.features
-        return h.flatten(2).mean(2)
 
 
 def test_tracing_leaves_nothing_in_the_model():

@@ -1,30 +1,21 @@
-"""The Hessian's eigenvalues, density and trace: against the exact matrix, scipy's eigsh, and nothing disturbed."""
+"""The Hessian's largest eigenvalues: against the exact matrix and scipy's eigsh, and nothing disturbed."""
 
 from __future__ import annotations
 
-import copy
-import json
 import re
-import shutil
-import signal
-import subprocess
-import sys
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from scipy.sparse.linalg import LinearOperator, eigsh
-from test_commands import ROOT, sparsam
+from exact_hessian import descending, eigsh_of, exact_hessian, objective_of
+from small_models import CASES, conv, mlp, tied, trained_task
 from torch import nn
-from torch.func import functional_call
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cases import same, task
 from sparsam.analysis.hessian import (
     GIB,
-    Density,
+    _Timer,
     density_steps,
     memory_needed,
     search_vectors,
@@ -32,91 +23,11 @@ from sparsam.analysis.hessian import (
     top_eigenvalues,
     weights_of,
 )
-from sparsam.analysis.lanczos import lanczos, largest, quadrature
 from sparsam.analysis.objective import Objective
-from sparsam.analysis.runs import load_objective
 from sparsam.analysis.sharpness import average_case, worst_case
-from test_fisher import TiedAutoencoder, trained_task
 
 # torch.func's forward mode compiles its formulas with torch's own, old compiler.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
-
-
-def mlp():
-    model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3)).double()
-    return model, F.cross_entropy, torch.randn(20, 6, dtype=torch.float64), torch.randint(0, 3, (20,))
-
-
-def conv():
-    t = trained_task()
-    return t.model, F.cross_entropy, t.x, t.y
-
-
-def tied():
-    x = torch.randn(9, 5, dtype=torch.float64)
-    return TiedAutoencoder(), F.mse_loss, x, x
-
-
-def shared():
-    """One layer under two names."""
-    layer = nn.Linear(5, 5).double()
-    model = nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh(), nn.Linear(5, 3).double())
-    return model, F.cross_entropy, torch.randn(20, 5, dtype=torch.float64), torch.randint(0, 3, (20,))
-
-
-def frozen():
-    model, *rest = conv()
-    model[0].requires_grad_(False)
-    return model, *rest
-
-
-def unused():
-    model, *rest = mlp()
-    model.register_parameter("unused", nn.Parameter(torch.ones(4, dtype=torch.float64)))
-    return model, *rest
-
-
-class Attention(nn.Module):
-    """Through kernels that have no second derivative, unless others are chosen."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.head = nn.Linear(4, 12).double(), nn.Linear(4, 3).double()
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).unsqueeze(1).chunk(3, dim=-1)
-        return self.head(F.scaled_dot_product_attention(q, k, v)[:, 0].mean(1))
-
-
-def attention():
-    return Attention(), F.cross_entropy, torch.randn(8, 6, 4, dtype=torch.float64), torch.randint(0, 3, (8,))
-
-
-CASES = [mlp, conv, tied, shared, frozen, unused, attention]
-
-
-def objective_of(case, **options):
-    model, loss_fn, x, y = case()
-    return Objective(model, loss_fn, (x, y), **options)
-
-
-def exact_hessian(model, loss_fn, x, y):
-    """The whole matrix, from torch.func on one flat vector of the trainable weights."""
-    model = copy.deepcopy(model).eval()
-    params = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-
-    def loss(flat):
-        pieces = torch.split(flat, [p.numel() for p in params.values()])
-        weights = {name: piece.view_as(p) for (name, p), piece in zip(params.items(), pieces, strict=True)}
-        return loss_fn(functional_call(model, weights, (x,)), y)
-
-    with sdpa_kernel(SDPBackend.MATH):
-        flat = torch.cat([p.flatten() for p in params.values()])
-        return torch.func.hessian(loss)(flat).detach()
-
-
-def descending(matrix):
-    return torch.linalg.eigvalsh(matrix).flip(0).numpy()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -143,20 +54,6 @@ def test_residuals_are_what_they_claim(options):
     assert found.converged == (max(found.residuals) <= options.get("tolerance", 1e-4) * descending(exact)[0])
     assert found.converged == ("tolerance" in options)
     assert found.products <= options.get("products", 100)
-
-
-def eigsh_of(objective, k):
-    """scipy's answer, from the products alone."""
-    n, like = weights_of(objective), objective.params
-
-    def product(v):
-        pieces = torch.split(torch.from_numpy(v).to(like[0].dtype).flatten(), [p.numel() for p in like])
-        products = objective.hessian_product([piece.view_as(p) for piece, p in zip(pieces, like, strict=True)])
-        return torch.cat([p.flatten() for p in products]).double().numpy()
-
-    operator = LinearOperator((n, n), matvec=product, dtype=np.float64)
-    start = torch.randn(n, generator=torch.Generator().manual_seed(9)).double().numpy()
-    return np.sort(eigsh(operator, k=k, which="LA", v0=start, return_eigenvectors=False))[::-1]
 
 
 def test_a_bare_model_is_refused():
@@ -223,63 +120,6 @@ def test_few_vectors_at_once_find_the_same(case):
     np.testing.assert_allclose(tight.values, roomy.values, rtol=1e-9)
 
 
-def plain_lanczos(product, v, steps):
-    """The three-term recurrence, without re-orthogonalisation."""
-    v, before, beta, diagonal, beside = v / v.norm(), torch.zeros_like(v), 0.0, [], []
-    for _ in range(steps):
-        w = product(v) - beta * before
-        diagonal.append((v @ w).item())
-        w -= diagonal[-1] * v
-        beta = w.norm().item()
-        beside.append(beta)
-        before, v = v, w / beta
-    return np.linalg.eigvalsh(np.diag(diagonal) + np.diag(beside[:-1], 1) + np.diag(beside[:-1], -1))[::-1]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_no_ghosts(dtype):
-    """Like a network's spectrum: few large eigenvalues over many small ones. Each outlier is found once."""
-    outliers = torch.tensor([100.0, 50.0, 20.0, 10.0, 5.0])
-    spectrum = torch.cat([outliers, torch.linspace(-1, 1, 395)]).to(dtype)
-    start = torch.randn(400, dtype=dtype)
-    ghosts = plain_lanczos(lambda v: spectrum * v, start, 120)
-    assert (np.abs(ghosts - 100) < 1e-3).sum() > 1  # what happens without
-    space = lanczos(lambda v: spectrum * v, start, 120)
-    found = space.ritz().values
-    np.testing.assert_allclose(found[:5], outliers, rtol=1e-5)
-    assert found[5] < 1 + 1e-5
-    basis = space.basis.double()
-    assert (basis @ basis.T - torch.eye(120)).abs().max() < 100 * torch.finfo(dtype).eps
-
-
-def rotated(spectrum, dtype):
-    turn = torch.linalg.qr(torch.randn(len(spectrum), len(spectrum), dtype=torch.float64)).Q
-    return (turn @ torch.diag(torch.tensor(spectrum, dtype=torch.float64)) @ turn.T).to(dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("vectors", [16, 60])
-@pytest.mark.parametrize(
-    ("spectrum", "k"),
-    [
-        ([5.0, 5.0, 5.0, 3.0, 3.0, 1.0] + [0.0] * 54, 6),
-        ([5.0, 4.0, 4.0, 1.0] + [0.0] * 50 + [-9.0] * 6, 3),
-        ([2.0] * 30 + [1.0] * 30, 5),
-        ([float(value) for value in range(10, 0, -1) for _ in range(6)], 7),  # with 16 vectors, restarts in between
-        ([1.0] * 60, 2),
-        ([0.0] * 60, 3),
-    ],
-)
-def test_multiplicities(spectrum, k, vectors, dtype):
-    matrix, generator = rotated(spectrum, dtype), torch.Generator().manual_seed(1)
-
-    def start():
-        return torch.randn(60, generator=generator, dtype=dtype)
-
-    space = largest(lambda v: matrix @ v, start, k, steps=400, vectors=vectors, tolerance=1e-5)
-    np.testing.assert_allclose(space.ritz().values[:k], sorted(spectrum)[::-1][:k], atol=1e-4)
-
-
 def test_every_eigenvalue_in_as_many_steps_as_weights():
     model, loss_fn, x, y = tied()
     objective, exact = Objective(model, loss_fn, (x, y)), descending(exact_hessian(model, loss_fn, x, y))
@@ -302,78 +142,6 @@ def test_a_loss_without_curvature():
     assert density.trace == 0
     assert density.range == (0, 0)
     assert np.trapezoid(*density.curve()[::-1]) == pytest.approx(1)
-
-
-def moments(matrix, powers=(1, 2, 3)):
-    return [torch.trace(torch.linalg.matrix_power(matrix, p)).item() / len(matrix) for p in powers]
-
-
-@pytest.mark.parametrize("case", [mlp, conv, frozen])
-def test_quadrature_from_a_whole_basis_has_the_exact_moments(case):
-    """With m steps, moments up to 2 m - 1 are exact for each vector; over a basis they add up to the trace."""
-    exact = exact_hessian(*case())
-    n, steps = len(exact), 3
-    pairs = [quadrature(lanczos(lambda v: exact @ v, e, steps)) for e in torch.eye(n, dtype=torch.float64)]
-    nodes, weights = np.zeros((n, steps)), np.zeros((n, steps))
-    for row, (found, shares) in enumerate(pairs):
-        nodes[row, : len(found)], weights[row, : len(found)] = found, shares
-    density = Density(nodes, weights, n)
-    for power, expected in enumerate(moments(exact, range(1, 6)), 1):
-        assert density.moment(power) == pytest.approx(expected, rel=1e-9)
-    assert density.moment(0) == pytest.approx(1, abs=1e-12)
-    assert density.trace == pytest.approx(torch.trace(exact).item(), rel=1e-9)
-
-
-@pytest.mark.parametrize("deflated", [False, True])
-def test_density_within_its_noise(deflated):
-    model, loss_fn, x, y = conv()
-    exact, objective = exact_hessian(model, loss_fn, x, y), Objective(model, loss_fn, (x, y))
-    known = top_eigenvalues(objective, 5, tolerance=1e-8) if deflated else None
-    density = spectral_density(objective, probes=40, steps=12, known=known)
-    np.testing.assert_allclose(density.weights.sum(1), 1, atol=1e-12)
-    assert np.trapezoid(*density.curve()[::-1]) == pytest.approx(1, abs=1e-6)
-    assert abs(density.trace - torch.trace(exact).item()) < 4 * density.trace_error
-    second = (density.weights * density.nodes**2).sum(1)
-    error = second.std(ddof=1) / len(second) ** 0.5
-    assert abs(density.moment(2) - moments(exact)[1]) < 4 * error
-    # Hutchinson's variance for signs is twice the sum of squares beside the diagonal.
-    left = exact
-    if known:
-        away = torch.eye(len(exact)).double() - known.vectors.T @ known.vectors
-        left = away @ exact @ away
-    variance = 2 * (left.square().sum() - left.diagonal().square().sum()).item()
-    assert density.trace_error == pytest.approx((variance / 40) ** 0.5, rel=0.35)
-    low, high = density.range
-    assert descending(exact)[-1] - 1e-9 <= low
-    assert high <= descending(exact)[0] + 1e-9
-
-
-def test_what_is_known_makes_the_trace_better():
-    """Where few eigenvalues are far larger than the rest, most of the noise is theirs."""
-    x = torch.randn(50, 30, dtype=torch.float64) * torch.tensor([9.0, 8, 7, 6, 5] + [0.1] * 25)
-    x @= torch.linalg.qr(torch.randn(30, 30, dtype=torch.float64)).Q
-    objective = Objective(nn.Linear(30, 1, bias=False).double(), F.mse_loss, (x, torch.zeros(50, 1).double()))
-    known = top_eigenvalues(objective, 5)
-    plain, better = (spectral_density(objective, probes=10, steps=4, known=k) for k in (None, known))
-    assert better.trace_error < plain.trace_error / 100
-    assert better.trace == pytest.approx(2 * x.square().sum().item() / 50, rel=1e-3)
-
-
-def test_the_curve_is_the_nodes_widened():
-    density = Density(np.array([[1.0, 3.0], [1.0, 0.0]]), np.array([[0.5, 0.5], [1.0, 0.0]]), 10)
-    grid, curve = density.curve(np.array([1.0, 3.0]), width=0.1)
-    height = 1 / (0.1 * np.sqrt(2 * np.pi))
-    np.testing.assert_allclose(curve, [0.75 * height, 0.25 * height])
-    assert grid.tolist() == [1, 3]
-    assert density.range == (1, 3)
-    assert Density(np.array([[1.0]]), np.array([[1.0]]), 3).trace_error is None
-
-
-def test_density_survives_json():
-    density = spectral_density(objective_of(mlp), probes=2, steps=5)
-    again = Density.from_dict(json.loads(json.dumps(density.to_dict(), allow_nan=False)))
-    assert same(*([torch.from_numpy(d.nodes), torch.from_numpy(d.weights)] for d in (density, again)))
-    assert again.trace == density.trace
 
 
 def test_same_seed_same_numbers():
@@ -421,15 +189,21 @@ def test_nothing_is_disturbed(fails):
 
 
 def test_progress_and_time_left():
-    told = []
-    found = top_eigenvalues(objective_of(mlp), 2, products=30, progress=lambda *numbers: told.append(numbers))
-    assert [done for done, _, _ in told] == list(range(1, found.products + 1))
-    assert {total for _, total, _ in told} == {30}
-    assert all(left >= 0 for _, _, left in told)
-    told.clear()
-    spectral_density(objective_of(mlp), probes=2, steps=4, progress=lambda *numbers: told.append(numbers))
-    assert [(done, total) for done, total, _ in told] == [(i, 8) for i in range(1, 9)]
-    assert told[-1][2] == 0
+    seen = []
+    found = top_eigenvalues(objective_of(mlp), 2, products=30, progress=lambda *numbers: seen.append(numbers))
+    assert [done for done, _, _ in seen] == list(range(1, found.products + 1))
+    assert {total for _, total, _ in seen} == {30}
+    assert all(left >= 0 for _, _, left in seen)
+    seen.clear()
+    spectral_density(objective_of(mlp), probes=2, steps=4, progress=lambda *numbers: seen.append(numbers))
+    assert [(done, total) for done, total, _ in seen] == [(i, 8) for i in range(1, 9)]
+    assert seen[-1][2] == 0
+    seen.clear()
+    clock = iter([10.0, 12.0, 13.0, 16.0])
+    timer = _Timer(5, lambda *numbers: seen.append(numbers), lambda: next(clock))
+    for _ in range(3):
+        timer.tick()
+    assert seen == [(1, 5, 8.0), (2, 5, 4.5), (3, 5, 4.0)]
 
 
 def test_refuses():
@@ -484,9 +258,7 @@ def test_losses_and_products_that_are_not_finite():
     model, loss_fn, x, y = mlp()
     x[3, 2] = torch.nan
     for call in (top_eigenvalues, spectral_density):
-        with pytest.raises(
-            ValueError, match=r"^the loss over the data must be finite to have a curvature, but is nan$"
-        ):
+        with pytest.raises(ValueError, match=r"^the loss over the data must be finite, but is nan$"):
             call(Objective(model, loss_fn, (x, y)))
     root = nn.Linear(2, 1, bias=False).double()
     nn.init.zeros_(root.weight)  # a finite loss whose second derivative is not
@@ -503,7 +275,7 @@ def test_half_precision_is_refused_and_mixed_is_float64():
     objective = Objective(model, F.cross_entropy, (t.x, t.y))
     assert top_eigenvalues(objective, 2).vectors.dtype == torch.float64
     t = task(torch.bfloat16)
-    with pytest.raises(ValueError, match=r"must be float32 or float64 .* some are torch.bfloat16: look at model.float"):
+    with pytest.raises(ValueError, match=r"must be float32 or float64 .* some are torch.bfloat16: use model.float"):
         top_eigenvalues(Objective(t.model, F.cross_entropy, (t.x, t.y)))
 
 
@@ -523,91 +295,3 @@ def test_on_a_gpu():
         product(v)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-QUICK = ["--samples", 200, "--probes", 2, "--steps", 10, "--device", "cpu"]
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    path = tmp_path_factory.mktemp("runs") / "digits"
-    sparsam("train", "recipes/digits-sgd.toml", "--set", "train.epochs=1", "-o", path, "--device", "cpu")
-    return path
-
-
-@pytest.fixture(scope="module")
-def measured(run, tmp_path_factory):
-    output = tmp_path_factory.mktemp("figures")
-    return (
-        sparsam("hessian", run, *QUICK, "-o", output),
-        output,
-        json.loads((run / "analysis/hessian.json").read_text()),
-    )
-
-
-def test_command_measures_a_run(run, measured):
-    done, output, result = measured
-    objective = load_objective(run, samples=200)
-    assert result["eigenvalues"][0] == pytest.approx(eigsh_of(objective, 1)[0], rel=1e-3)
-    assert len(result["eigenvalues"]) == len(result["residuals"]) == 5
-    assert result["ratio"] == pytest.approx(result["eigenvalues"][0] / result["eigenvalues"][4])
-    assert result["loss"] == pytest.approx(objective.loss().item(), rel=1e-5)
-    density = Density.from_dict(result["density"])
-    assert density.size == weights_of(objective)
-    assert (result["trace"], result["trace_error"]) == (density.trace, density.trace_error)
-    assert {result[key] for key in ("samples", "probes", "steps", "seed", "weights", "method")} == {
-        200,
-        2,
-        10,
-        0,
-        "last",
-        "SGD",
-    }
-    assert result["versions"]["torch"] == torch.__version__
-    values = result["eigenvalues"]
-    row = next(line for line in done.stdout.splitlines() if line.split()[:1] == ["digits"])
-    assert row.split()[1:4] == [f"{values[0]:.4g}", f"{values[4]:.4g}", f"{result['ratio']:.2f}"]
-    assert f"{result['trace']:.4g} ± {result['trace_error']:.2g}" in row
-    assert f"{result['residuals'][0]:.1e}, {result['residuals'][4]:.1e}" in row
-    assert (output / "hessian.png").read_bytes()[:4] == b"\x89PNG"
-    drawn = (output / "hessian.svg").read_text()
-    assert "<svg" in drawn
-    assert "GiB for vectors" in " ".join(done.stderr.split())
-
-
-def test_command_draws_again_without_measuring(run, measured, tmp_path):
-    done, _, result = measured
-    copied = tmp_path / "digits"
-    shutil.copytree(run, copied, ignore=shutil.ignore_patterns("checkpoints"))
-    again = sparsam("hessian", copied, copied, "--redraw", "-o", tmp_path / "figures")
-    rows = [
-        [line for line in text.splitlines() if line.split()[:1] == ["digits"]] for text in (done.stdout, again.stdout)
-    ]
-    assert rows[1] == 2 * rows[0]
-    assert json.loads((copied / "analysis/hessian.json").read_text()) == result
-    assert (tmp_path / "figures/hessian.png").is_file()
-
-
-def test_command_refuses(run, tmp_path):
-    done = sparsam("hessian", run, *QUICK, "--memory", 0.001, "-o", tmp_path, code=1)
-    assert "error: memory_limit must hold 12 vectors for k=5 eigenvalues" in done.stderr
-    assert "or lower k (k is --top, memory_limit is --memory)" in done.stderr
-    done = sparsam("hessian", run, *QUICK, "--top", 60, "-o", tmp_path, code=1)
-    assert "error: products must be a whole number >= 2 k = 120, but is 100 (k is --top" in done.stderr
-    bare = tmp_path / "bare"
-    shutil.copytree(run, bare, ignore=shutil.ignore_patterns("analysis"))
-    done = sparsam("hessian", bare, "--redraw", "-o", tmp_path, code=1)
-    assert f"there is no {bare}/analysis/hessian.json; make it with: sparsam hessian" in done.stderr
-    assert not list(tmp_path.glob("*.png"))
-
-
-def test_command_says_that_it_was_stopped(run, tmp_path):
-    command = [sys.executable, "-m", "sparsam", "hessian", run, "--device", "cpu", "-o", tmp_path]
-    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # which a shell's background jobs do not
-    options = {"stderr": subprocess.PIPE, "text": True, "cwd": ROOT, "preexec_fn": heard}
-    with subprocess.Popen(list(map(str, command)), **options) as process:
-        assert "weights" in process.stderr.readline()  # it has begun
-        process.send_signal(signal.SIGINT)
-        last = process.stderr.read().splitlines()[-1]
-    assert process.returncode == 1
-    assert last == "digits: stopped, and nothing new of it is kept; runs before it are"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_fusion import Block, Branches, Odd, Remembers, as_trained, hooked, networks
-from test_hessian import CASES, conv, mlp, tied
+from norm_networks import Block, Branches, Odd, Remembers, as_trained, hooked, networks
+from small_models import CASES, conv, mlp, tied
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

@@ -8,21 +8,15 @@ from urllib.parse import unquote, urljoin, urlsplit
 
 import numpy as np
 import pytest
-from report_runs import HOSTILE, analysed_runs, make_run
-from test_commands import sparsam
-from test_report import Elements
+from commands import invoke
+from html_elements import Elements
+from report_runs import HOSTILE, PLACE, make_run
 
 from sparsam.analysis import Landscape
-from sparsam.report import ReportError, write_report
+from sparsam.errors import UserValueError
+from sparsam.report import write_report
 
-PLACE = "a & b #1 100%"  # which a link must quote
 SHARED = ("landscape-contour", "landscape-surface", "landscape-line", "hessian", "gradients", "masks")
-
-
-@pytest.fixture(scope="module")
-def analysed(tmp_path_factory):
-    root = tmp_path_factory.mktemp("analysed")
-    return analysed_runs(root / "runs" / PLACE, root / "runs" / "analysis")
 
 
 def read(page):
@@ -199,14 +193,14 @@ def spoiled(analysed, tmp_path):
 def test_error_names_the_file(spoiled, name, content, message):
     file = spoiled.parent / name
     file.write_bytes(content)
-    with pytest.raises(ReportError, match=message) as caught:
+    with pytest.raises(UserValueError, match=message) as caught:
         write_report([spoiled], spoiled.parent / "page.html")
     assert str(file) in str(caught.value)
     assert not (spoiled.parent / "page.html").exists()
 
 
 def test_error_about_the_folder(spoiled):
-    with pytest.raises(ReportError, match=r"figures must be a folder, but .*nowhere is none$"):
+    with pytest.raises(UserValueError, match=r"figures must be a folder, but .*nowhere is not$"):
         write_report([spoiled], spoiled.parent / "page.html", spoiled / "nowhere")
 
 
@@ -262,7 +256,7 @@ def test_files_of_others_are_linked_and_names_stay_names(spoiled):
 
 def test_command(analysed, tmp_path):
     folder = analysed[0].parents[1] / "analysis"
-    sparsam("report", *analysed, "-o", tmp_path / "page.html", "--figures", folder)
+    invoke("report", *analysed, "-o", tmp_path / "page.html", "--figures", folder)
     assert len(pictures(tmp_path / "page.html")) == 8
-    done = sparsam("report", *analysed, "-o", tmp_path / "page.html", "--figures", tmp_path / "nowhere", code=1)
+    done = invoke("report", *analysed, "-o", tmp_path / "page.html", "--figures", tmp_path / "nowhere", code=1)
     assert "error: figures must be a folder, but" in done.stderr

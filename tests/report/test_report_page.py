@@ -13,7 +13,6 @@ from report_runs import (
     LAYERS,
     METHODS,
     accuracies,
-    analysed_runs,
     hostile_run,
     make_run,
     make_runs,
@@ -326,12 +325,6 @@ def test_recipes_are_folded_away(page):
     assert settings.is_displayed()
     assert "weight_decay\n0.001" in settings.text
     assert page.text("details .folder")[2] == "run-2"
-
-
-@pytest.fixture(scope="module")
-def analysed(tmp_path_factory):
-    root = tmp_path_factory.mktemp("analysed")
-    return analysed_runs(root / "two runs", root / "analysis")
 
 
 def test_page_shows_the_minima(chromium, analysed, tmp_path):

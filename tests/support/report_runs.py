@@ -8,6 +8,7 @@ import numpy as np
 from sparsam.report import summary_table
 
 EPOCHS = 12
+PLACE = "a & b #1 100%"  # a folder that a link must quote
 LAYERS = ("stem", "layer1", "head")
 METHODS = {  # label, sam, mask, weight decay, ms a step, share perturbed, theoretical FLOPs
     "sgd": ("SGD", False, "dense", 5e-4, 3.0, None, 1.0),
@@ -43,10 +44,10 @@ def make_run(root, name="sgd", seed=0, *, epochs=EPOCHS, recipe=(), environment=
     settings = {
         "name": name,
         "model": {"name": "resnet-small"},
-        "data": {"name": "digits", "batch_size": 128, "validation": 0},
+        "data": {"name": "digits", "batch_size": 128, "validation": None},
         "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": weight_decay},
         "sam": {"enabled": sam, "rho": 0.1, "adaptive": False},
-        "mask": {"kind": mask, "sparsity": 0.5},
+        "mask": {"name": mask, **({"sparsity": 0.5} if mask == "fisher" else {})},
         "train": {"epochs": EPOCHS, "seed": seed, "precision": "fp32"},
     }
     for key, value in dict(recipe).items():
@@ -114,9 +115,6 @@ def row(methods, label):
     return {column: (cell.text, cell.note) for column, cell in zip(table.columns, cells, strict=True)}
 
 
-# What is computed
-
-
 HOSTILE = '</script ><script>window.hacked=1</script><img src=x onerror="window.hacked=2">&amp;<!--<script >'
 
 
@@ -131,32 +129,29 @@ def hostile_run(root):
     )
 
 
-# What is looked at
-
-
 def analysed_runs(root, figures):
     """Two runs, really trained, and all that the commands find out about them and draw."""
     import torch
+    from trained_runs import train_digits
 
     from sparsam.analysis.run_sharpness import measure_sharpness
     from sparsam.cli import gradients, hessian, landscape
-    from sparsam.report.mask_figure import draw_masks
+    from sparsam.report.mask_figure import RunMasks, draw_masks
     from sparsam.runs.directory import RunDirectory
-    from sparsam.training import load_recipe, train
 
     device = torch.device("cpu")
     runs = [root / f"digits-{method}-seed0" for method in ("sgd", "ssam-f")]
     for run in runs:
-        train(load_recipe(f"recipes/{run.name[:-6]}.toml", ["train.epochs=1"]), run, device=device)
-        measure_sharpness(run, rho=0.2, samples=64, noise=2, best=run is runs[0], device=device)
-    some = {"samples": 64, "seed": 0, "precision": "fp32", "best": False, "device": device}
-    few = {"top": 5, "products": 20, "probes": 2, "steps": 5, "memory": 1.0}
+        train_digits(run, run.name.removeprefix("digits-").removesuffix("-seed0"))
+        measure_sharpness(run, rho=0.2, samples=32, noise=2, best=run is runs[0], device=device)
+    some = {"samples": 32, "seed": 0, "precision": "fp32", "best": False, "device": device}
+    few = {"top": 5, "products": 20, "probes": 2, "steps": 3, "memory": 1.0}
     hessian.show(runs, [hessian.measure(run, **some, **few) for run in runs], figures)
-    few = {"rho": 0.1, "batch_size": 64, "batches": 1, "best": False, "device": device}
+    few = {"rho": 0.1, "batch_size": 32, "batches": 1, "best": False, "device": device}
     gradients.show(runs, [gradients.measure(run, **few) for run in runs], figures)
     few = {"points": 4, "range": 1.0, "directions": "random", "checkpoints": []}
     for dimensions in (1, 2):
         found = [landscape.measure(run, dimensions=dimensions, **some, **few) for run in runs]
         landscape.show(runs, found, figures)
-    draw_masks([(run.name, RunDirectory(run).metrics()) for run in runs[1:]], figures / "masks")
+    draw_masks([RunMasks(run.name, "SSAM-F", RunDirectory(run).metrics()) for run in runs[1:]], figures / "masks")
     return runs

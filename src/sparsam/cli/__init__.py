@@ -11,8 +11,8 @@ def main() -> None:
         from sparsam.cli.app import run
     except ImportError as error:
         if sys.argv[1:] == ["doctor"]:
-            from sparsam.cli.doctor import report
+            from sparsam.cli.doctor import check_installation
 
-            sys.exit(report())
+            sys.exit(check_installation())
         sys.exit(f"the sparsam command needs the package {error.name}: pip install 'sparsam[train]'")
     run()

@@ -11,7 +11,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from sparsam.errors import UserValueError
+from sparsam.runs.files import RunError
+from sparsam.runs.record import Record
 
 SPARSITIES = (0.5, 0.8, 0.95)
 NAME = "convergence"
@@ -44,7 +45,7 @@ def convergence(
     sparsam convergence --redraw
     ```
     """
-    from sparsam.cli.looking import check_redraw
+    from sparsam.cli.analysis import check_redraw
     from sparsam.errors import need
     from sparsam.report.convergence_figure import draw
 
@@ -62,12 +63,11 @@ def measure(output: Path, problems: list[str] | None, sparsities: list[float] | 
     """Run everything and keep the numbers in OUTPUT/convergence.json."""
     from sparsam.analysis.convergence import measure_all
     from sparsam.analysis.problems import PROBLEMS
-    from sparsam.runs.directory import replace_file
+    from sparsam.runs.files import replace_file
 
     console = Console(stderr=True)
     with console.status("Running ...") as status:
         result = measure_all(problems or list(PROBLEMS), sparsities or SPARSITIES, progress=status.update, **options)
-    output.mkdir(parents=True, exist_ok=True)
     replace_file(output / f"{NAME}.json", json.dumps(result) + "\n")
     return result
 
@@ -76,9 +76,8 @@ def load(output: Path) -> dict[str, Any]:
     """Read what :func:`measure` kept."""
     path = output / f"{NAME}.json"
     if not path.is_file():
-        raise UserValueError(f"there is no {path} to redraw; make it with: sparsam convergence -o {output}")
-    result: dict[str, Any] = json.loads(path.read_text())
-    return result
+        raise RunError(f"there is no {path} to redraw; compute it with: sparsam convergence -o {output}")
+    return Record.read(path).values
 
 
 def show(result: dict[str, Any], files: list[Path]) -> None:

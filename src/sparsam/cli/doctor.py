@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
@@ -18,7 +19,12 @@ OPTIONAL = {
 DISTRIBUTION = {"sklearn": "scikit-learn", "PIL": "pillow"}
 
 
-def report() -> int:
+def doctor() -> None:
+    """Say what is installed, what is missing and how to get it."""
+    sys.exit(check_installation())
+
+
+def check_installation() -> int:
     """Print what is here; return 0 unless the core is broken."""
     import numpy
     import torch

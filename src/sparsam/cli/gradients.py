@@ -13,12 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from sparsam.analysis import gradient_difference
-from sparsam.analysis.results import write_result
-from sparsam.analysis.runs import load_objective
+from sparsam.analysis.run_objective import load_objective
 from sparsam.cli.names import names_of
 from sparsam.report.gradient_figure import draw_layers, draw_runs
+from sparsam.runs.directory import RunDirectory
+from sparsam.runs.results import write_result
 
-SHARED = ("rho", "samples", "batches", "weights")  # of results that stand side by side
+SHARED = ("rho", "samples", "batches", "weights")  # settings that compared results must share
 
 
 def measure(
@@ -37,6 +38,7 @@ def measure(
         run, samples=samples, batch_size=batch_size, best=best, data_root=data_root, device=device
     )
     result = {
+        "method": RunDirectory(run).recipe().method,
         **gradient_difference(objective, rho).to_dict(),
         "samples_asked": samples,
         "weights": "best" if best else "last",

@@ -15,15 +15,15 @@ from rich.table import Table
 from rich.text import Text
 
 from sparsam.analysis import hessian
-from sparsam.analysis.results import write_result
-from sparsam.analysis.runs import load_objective
+from sparsam.analysis.run_objective import load_objective
 from sparsam.cli.names import names_of
 from sparsam.errors import UserValueError
 from sparsam.report.spectrum_figure import draw_spectra
 from sparsam.runs.directory import RunDirectory
+from sparsam.runs.results import write_result
 
 NONE = "–"
-SHARED = ("samples", "weights")  # of results that stand side by side
+SHARED = ("samples", "weights")  # settings that compared results must share
 
 
 def measure(
@@ -46,7 +46,7 @@ def measure(
     common: dict[str, Any] = {"precision": precision, "memory_limit": memory, "seed": seed}
     try:
         used = hessian.memory_needed(objective, k=top, products=products, steps=steps, memory_limit=memory)
-    except ValueError as error:
+    except UserValueError as error:
         raise UserValueError(f"{error} (k is --top, memory_limit is --memory)") from error
     Console(stderr=True, highlight=False).print(
         f"{run.name}: {hessian.weights_of(objective):,} weights, {objective.count:,} images; at most {products} "
@@ -121,7 +121,7 @@ def _cells(result: dict[str, Any]) -> tuple[str, ...]:
 
 @contextmanager
 def _bar(text: str) -> Iterator[hessian.Progress]:
-    """Show a bar on a terminal, with the time that is left at most."""
+    """Show a bar on a terminal, with the longest time left."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=20),

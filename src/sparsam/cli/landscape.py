@@ -17,29 +17,29 @@ from rich.table import Table
 from rich.text import Text
 
 from sparsam.analysis.landscape import Landscape, loss_landscape
-from sparsam.analysis.results import check_shared
-from sparsam.analysis.runs import load_objective
+from sparsam.analysis.run_objective import load_objective
 from sparsam.cli.names import names_of
 from sparsam.errors import UserValueError
 from sparsam.report.landscape_figure import draw_figures
-from sparsam.report.landscape_page import write_page
-from sparsam.runs.checkpoint import CheckpointError
+from sparsam.report.landscape_page import write_landscapes
+from sparsam.runs.checkpoint import check_checkpoint
 from sparsam.runs.directory import RunDirectory
-from sparsam.training.trainer import Interrupted, stopping_on_signals
+from sparsam.runs.files import RunError
+from sparsam.runs.results import check_shared, result_file
+from sparsam.training.interrupt import Interrupted, stopping_on_signals
 
-NAMES = {1: "landscape-line", 2: "landscape"}  # lines and planes lie beside each other
+NAMES = {1: "landscape-line", 2: "landscape"}  # a run may have both
 SHARED = ("dimensions", "points", "range", "directions", "seed", "precision")
 LINES_EVERY = 10.0  # seconds between two lines in a log
 
 
 def check(*, directions: str, checkpoints: Sequence[Path]) -> None:
-    """Refuse what would fail after some of the runs are done."""
+    """Refuse at once what would fail only after some of the runs are computed."""
     if bool(checkpoints) != (directions == "pca"):
         given = f"--directions is {directions}" if checkpoints else "there is none"
         raise UserValueError(f"--checkpoint must be given for --directions pca, and only then, but {given}")
     for file in checkpoints:
-        if not file.is_file():
-            raise CheckpointError(f"there is no checkpoint at {file}")
+        check_checkpoint(file)
 
 
 def measure(
@@ -54,18 +54,18 @@ def measure(
     data_root: Path | None = None,
     **options: Any,
 ) -> Landscape:
-    """Compute one run's landscape, or what is missing of it; it is kept in RUN/analysis.
+    """Compute the landscape of a run, or its missing points. Keep it in RUN/analysis.
 
     Args:
         run: The directory of a run.
         dimensions: 1 or 2.
-        samples: Training images to look at.
-        best: The best epoch's weights in place of the last.
+        samples: The number of training images.
+        best: Take the weights of the best epoch, not of the last.
         directions: "random" or "pca".
         checkpoints: For "pca".
-        device: Where to.
-        data_root: Where the data is, if it is no longer where the run had it.
-        options: Those of :func:`loss_landscape`.
+        device: Where it is computed.
+        data_root: Where the data is now, if it has moved since the run.
+        options: Further options of :func:`loss_landscape`.
     """
     recipe = RunDirectory(run).recipe()
     objective = load_objective(run, samples=samples, best=best, data_root=data_root, device=device)
@@ -77,7 +77,7 @@ def measure(
         "weights": "best" if best else "last",
         "epochs": len(RunDirectory(run).metrics()),
     }
-    with _telling(run.name) as progress:
+    with _progress(run.name) as progress:
         return loss_landscape(
             objective.model,
             objective.loss_fn,
@@ -93,10 +93,10 @@ def measure(
 
 
 def load(run: Path, dimensions: int) -> Landscape:
-    """Read what was computed before, be it unfinished."""
+    """Read a landscape that was computed before. It may be unfinished."""
     file = _file(run, dimensions)
     if not file.is_file():
-        raise UserValueError(f"there is no {file}; make it with: sparsam landscape {run} --dimensions {dimensions}")
+        raise RunError(f"there is no {file}; compute it with: sparsam landscape {run} --dimensions {dimensions}")
     return Landscape.load(file)
 
 
@@ -109,12 +109,12 @@ def show(runs: Sequence[Path], landscapes: Sequence[Landscape], output: Path) ->
         table.add_column(heading, justify="right")
     for name, shown in zip(names_of(runs), landscapes, strict=True):
         finite = shown.losses[abs(shown.losses) < float("inf")]
-        # Those of a part of the grid would not compare with others.
+        # Numbers of a part of the grid do not compare with others.
         whole = [f"{shown.median:.4g}", f"{finite.max():.4g}"] if shown.complete and len(finite) else ["–", "–"]
         points = str(shown.finished) if shown.complete else f"{shown.finished} of {shown.losses.size}"
         table.add_row(Text(name), f"{shown.centre:.4g}", *whole, str(shown.gaps), points)
     files = draw_figures(landscapes, output)
-    page = write_page(landscapes, output / f"{NAMES[landscapes[0].losses.ndim]}.html")
+    page = write_landscapes(landscapes, output / f"{NAMES[landscapes[0].losses.ndim]}.html")
     console = Console(highlight=False)
     console.print(table)
     figures = ", ".join(str(file) for file in files if file.suffix == ".png")
@@ -122,12 +122,12 @@ def show(runs: Sequence[Path], landscapes: Sequence[Landscape], output: Path) ->
 
 
 def _file(run: Path, dimensions: int) -> Path:
-    return run / "analysis" / f"{NAMES[dimensions]}.npz"
+    return result_file(run, f"{NAMES[dimensions]}.npz")
 
 
 @contextmanager
-def _telling(name: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar with the time left on a terminal, and lines elsewhere; Ctrl-C stops after a point."""
+def _progress(name: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar with the time left on a terminal, and print lines elsewhere. Ctrl-C stops after a point."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -141,32 +141,40 @@ def _telling(name: str) -> Iterator[Callable[[int, int], None]]:
         Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
     ):
         task = bar.add_task(name, total=None)
-        lines = None if console.is_terminal else _Lines(name)
+        lines = None if console.is_terminal else ProgressLines(name)
 
         def progress(finished: int, total: int) -> None:
             bar.update(task, completed=finished, total=total)
             if lines is not None:
-                lines.tell(finished, total)
+                lines.update(finished, total)
             if stopped and finished < total:
                 raise Interrupted(
-                    f"{name}: stopped after {finished} of {total} points, which are kept; the same command goes on"
+                    f"{name}: stopped after {finished} of {total} points, which are saved; the same command continues"
                 )
 
         yield progress
 
 
-class _Lines:
-    """Writes a line now and then, with the time left."""
+class ProgressLines:
+    """Prints a line now and then, with the time left.
 
-    def __init__(self, name: str) -> None:
-        self.name, self.start, self.first = name, time.monotonic(), -1
-        self.last = self.start
+    Args:
+        name: What is computed.
+        interval: Seconds between two lines.
+        clock: Returns the time in seconds.
+    """
 
-    def tell(self, finished: int, total: int) -> None:
-        now = time.monotonic()
+    def __init__(self, name: str, interval: float = LINES_EVERY, clock: Callable[[], float] = time.monotonic) -> None:
+        self.name, self.interval, self.clock = name, interval, clock
+        self.start = self.last = clock()
+        self.first = -1
+
+    def update(self, finished: int, total: int) -> None:
+        """Print a line if it is time for one."""
+        now = self.clock()
         if self.first < 0:
-            self.first = finished  # of an earlier command
-        if now - self.last < LINES_EVERY or finished == self.first:
+            self.first = finished  # points of an earlier command
+        if now - self.last < self.interval or finished == self.first:
             return
         self.last = now
         left = (now - self.start) / (finished - self.first) * (total - finished)

@@ -1,13 +1,17 @@
-"""What runs are called in tables and figures."""
+"""What runs are called in tables and figures, and in which order they come."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
+from sparsam.report.styles import place
+from sparsam.runs.directory import RunDirectory
+from sparsam.runs.run import method_of
+
 
 def names_of(runs: Sequence[Path]) -> list[str]:
-    """Return the names of directories, with those around them where they would be the same.
+    """Return the names of directories, with their parents where the names alone would be the same.
 
     >>> names_of([Path("runs/sgd"), Path("runs/sam")]), names_of([Path("a/sam"), Path("b/sam")])
     (['sgd', 'sam'], ['a/sam', 'b/sam'])
@@ -17,3 +21,17 @@ def names_of(runs: Sequence[Path]) -> list[str]:
     enough = (n for n in range(1, longest) if len({parts[-n:] for parts in paths}) == len(set(paths)))
     length = next(enough, longest)
     return ["/".join(parts[-length:]) for parts in paths]
+
+
+def ordered(runs: Sequence[Path]) -> list[Path]:
+    """Return runs by method, SGD first, then by recipe and seed. What is not a run comes last."""
+    return sorted(runs, key=_key)
+
+
+def _key(run: Path) -> tuple[object, ...]:
+    directory = RunDirectory(run)
+    if not directory.exists:
+        return place("~"), "", 0, ""
+    recipe = directory.read("recipe.json")
+    seed = recipe.values.get("train", {}).get("seed", 0)
+    return place(method_of(recipe)), recipe.text("name"), seed, str(run)

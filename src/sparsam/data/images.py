@@ -10,7 +10,7 @@ from torch import Tensor
 from sparsam.errors import UserValueError
 from sparsam.randomness import random_generator
 
-SPLIT = 2  # tells these random numbers from those of the loaders
+SPLIT, LIMIT = 2, 3  # streams of random numbers that no loader uses
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Images:
 
 @dataclass(frozen=True)
 class ImageData:
-    """A data set: what to train on, what to evaluate on, and how to normalise it."""
+    """A data set: images to train on, images to evaluate on, and how to normalise them."""
 
     name: str
     train: Images
@@ -52,14 +52,24 @@ class ImageData:
         held_out, rest = validation_split(len(self.train), count, seed, self.name)
         return replace(self, train=self.train[rest], test=self.train[held_out])
 
+    def limited(self, count: int) -> ImageData:
+        """Return at most `count` images to train on and as many to evaluate on, the first of a fixed shuffle."""
+        train, test = (images[shuffled(len(images))[:count]] for images in (self.train, self.test))
+        return replace(self, train=train, test=test)
+
     def to(self, device: torch.device) -> ImageData:
         """Return the same data on another device."""
         return replace(self, train=self.train.to(device), test=self.test.to(device))
 
 
 def validation_split(total: int, count: int, seed: int, name: str) -> tuple[Tensor, Tensor]:
-    """Return the indices of `count` of `total` images, drawn at random, and those of the rest, both in order."""
+    """Return the indices of `count` of `total` images, drawn at random, and of the rest, both sorted."""
     if not 0 < count < total:
         raise UserValueError(f"data.validation must be between 1 and {total - 1} for {name}, but is {count}")
     order = torch.randperm(total, generator=random_generator(seed, SPLIT))
     return order[:count].sort().values, order[count:].sort().values
+
+
+def shuffled(total: int) -> Tensor:
+    """Return indices in a fixed order, the same for every run."""
+    return torch.randperm(total, generator=random_generator(0, LIMIT))

@@ -1,4 +1,4 @@
-"""Running means of squared gradient norms beside the theorems' bounds, as a picture."""
+"""Running means of squared gradient norms and the bounds of the theorems, as a picture."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import numpy as np
 
 from sparsam.analysis.convergence import Bounds
 from sparsam.report.plotting import new_figure, save_figure
+from sparsam.report.styles import style
 
 ROWS = ("SAM, Theorem 1", "SSAM, Theorem 2")
-BOUND = "0.15"  # a grey that is nearly black
+BOUND, SHARPER = "0.15", "0.5"  # greys: colours belong to methods
+METHODS = {"dense": "SAM", "random": "SSAM, random", "dynamic": "SSAM-D"}
 
 
 def draw(result: dict[str, Any], path: Path) -> list[Path]:
@@ -38,36 +40,38 @@ def draw(result: dict[str, Any], path: Path) -> list[Path]:
         entries = {label: line for ax in row for line, label in zip(*ax.get_legend_handles_labels(), strict=True)}
         place = {"loc": "center left", "bbox_to_anchor": (1.02, 0.5)}
         row[-1].legend(entries.values(), entries.keys(), frameon=False, fontsize=8, **place)
-    figure.suptitle(_told(result, ";  " if len(problems) > 1 else "\n"), fontsize=10)
+    figure.suptitle(_caption(result, ";  " if len(problems) > 1 else "\n"), fontsize=10)
     return save_figure(figure, path)
 
 
 def _bounds(ax: Any, problem: dict[str, Any], curve: dict[str, Any]) -> None:
-    """Draw the bounds of one curve; those of the others beside it differ only in the measured decrease of f."""
+    """Draw the bounds of one curve. Those of the other curves differ only in the measured decrease of f."""
     ax.set(xscale="log", yscale="log")
     ax.grid(alpha=0.25, linewidth=0.6)
-    told = r"$G^2$: bounds above it say nothing"
-    ax.axhline(problem["G"] ** 2, color="0.6", linestyle=":", linewidth=1.2, label=told)
+    trivial = r"$G^2$: bounds above it say nothing"
+    ax.axhline(problem["G"] ** 2, color="0.6", linestyle=":", linewidth=1.2, label=trivial)
     T, decrease = (np.array(curve[key], dtype=float) for key in ("T", "decrease"))
     constants = (problem["L"], problem["G"], problem["sigma"], curve["eta_0"], curve["rho_0"])
     bounds = Bounds(*constants, sparse=curve["mask"] != "dense")
     printed = bounds.printed(T, decrease)
     ax.plot(T, bounds.corrected(T, decrease), color=BOUND, linewidth=1.6, label="corrected bound")
     ax.plot(T, np.where(printed > 0, printed, np.nan), "--", color=BOUND, linewidth=1.2, label="printed bound")
-    ax.plot(T, bounds.sharper(T, decrease), color="tab:orange", linewidth=1.2, label="sharper bound")
+    ax.plot(T, bounds.sharper(T, decrease), color=SHARPER, linewidth=1.2, label="sharper bound")
 
 
 def _curves(ax: Any, curves: Sequence[dict[str, Any]]) -> None:
-    """Draw what was measured. Most curves lie on one another: hence lines within lines, and marks that take turns."""
-    import matplotlib
+    """Draw what was measured, each method in its colour, paler where the mask is less sparse.
 
+    Most curves lie on one another: hence lines within lines, and marks that take turns.
+    """
     sparsities = sorted({curve["sparsity"] for curve in curves})
-    colours = matplotlib.colormaps["viridis"](np.linspace(0.1, 0.85, len(sparsities)))
     for curve in curves:
         place = sparsities.index(curve["sparsity"])
-        look = {"color": colours[place], "linewidth": 1.4 + 1.2 * (len(sparsities) - 1 - place)}
+        look = style(METHODS[curve["mask"]]).line
+        look["color"] = _paler(look["color"], 0.6 * (1 - (place + 1) / len(sparsities)))
+        look["linewidth"] = 1.4 + 1.2 * (len(sparsities) - 1 - place)
         if curve["mask"] == "dynamic":
-            look |= {"linestyle": "none", "marker": "o", "markersize": 4.5, "zorder": 3}
+            look |= {"linewidth": 0.8, "marker": "o", "markersize": 4.5, "zorder": 3}
             look |= {"markevery": (2 * place, 2 * len(sparsities)), "markeredgecolor": "white", "markeredgewidth": 0.6}
         label = f"{curve['mask']} mask, s = {curve['sparsity']:g}" if curve["mask"] != "dense" else "SAM"
         ax.plot(curve["T"], curve["mean"], label=label, **look)
@@ -78,7 +82,17 @@ def _curves(ax: Any, curves: Sequence[dict[str, Any]]) -> None:
             ax.plot(*at, "x", color="tab:red", markersize=7, zorder=4, label="above the printed bound")
 
 
-def _told(result: dict[str, Any], then: str) -> str:
+def _paler(colour: str, share: float) -> tuple[float, ...]:
+    """Return a colour mixed with so much white.
+
+    >>> _paler("#000000", 0.5)
+    (0.5, 0.5, 0.5)
+    """
+    channels = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    return tuple(channel + share * (1 - channel) for channel in channels)
+
+
+def _caption(result: dict[str, Any], then: str) -> str:
     most = r"$\eta_0$ and $\rho_0$ the largest that the theorem allows"
     shares = rf"$\eta_0$ = {result['eta']:g} and $\rho_0$ = {result['rho']:g} of the largest that the theorem allows"
     return (

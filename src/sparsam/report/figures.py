@@ -1,7 +1,6 @@
 """Find the figures and pages that commands have drawn of runs.
 
-A figure does not say of which runs it is. It is taken to concern the runs at hand if one of them has the result that it
-is drawn from.
+A figure does not say which runs it shows. It is listed if one of the runs has the result that it is drawn from.
 """
 
 from __future__ import annotations
@@ -10,15 +9,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparsam.report.collect import Run
-from sparsam.report.record import ReportError
+from sparsam.errors import UserValueError
+from sparsam.runs.results import result_file
+from sparsam.runs.run import Run
 
 SUFFIXES = (".html", ".png", ".svg")
 
 
 @dataclass(frozen=True)
 class Figure:
-    """What is drawn, in files of one name; one run's own, or of several side by side."""
+    """Files of one name in several formats. `own`: of one run, not of several side by side."""
 
     title: str
     files: tuple[Path, ...]
@@ -26,20 +26,20 @@ class Figure:
 
 
 def find_figures(runs: Sequence[Run], page: Path, folder: Path | None = None) -> list[Figure]:
-    """Return the figures that concern some runs.
+    """Return the figures of some runs.
 
     Args:
         runs: The runs.
         page: Where the page about them will be.
-        folder: Where the figures are. Default: the first folder `analysis` that has any, beside the page, beside the
-            runs, or one higher, which is where the commands draw if runs are in runs/NAME.
+        folder: Where the figures are. Default: the first folder `analysis` that has any: beside the page, beside the
+            runs, or one level above them, which is where the commands draw if runs are in runs/NAME.
 
     Raises:
-        ReportError: The folder is none.
+        UserValueError: There is no such folder.
     """
     if folder is not None:
         if not folder.is_dir():
-            raise ReportError(f"figures must be a folder, but {folder} is none")
+            raise UserValueError(f"figures must be a folder, but {folder} is not")
         return _figures(folder, runs)
     homes = [run.directory.resolve() for run in runs]
     shared = [place for place in homes[0].parents if all(place in home.parents for home in homes)]
@@ -50,7 +50,7 @@ def find_figures(runs: Sequence[Run], page: Path, folder: Path | None = None) ->
 
 
 def _figures(folder: Path, runs: Sequence[Run]) -> list[Figure]:
-    names = [(name, title, False) for name, title, concerns in KINDS if any(map(concerns, runs))]
+    names = [(name, title, False) for name, title, has in FIGURES if any(map(has, runs))]
     measured = dict.fromkeys(run.directory.resolve().name for run in runs if _has("gradients.json")(run))
     names += [(f"gradients-{run}", f"Gradients by layer: {run}", True) for run in measured]
     figures = []
@@ -62,14 +62,14 @@ def _figures(folder: Path, runs: Sequence[Run]) -> list[Figure]:
 
 
 def _has(result: str) -> Callable[[Run], bool]:
-    return lambda run: (run.directory / "analysis" / result).is_file()
+    return lambda run: result_file(run.directory, result).is_file()
 
 
 def _masked(run: Run) -> bool:
     return any(epoch.mask_density for epoch in run.metrics)
 
 
-KINDS: tuple[tuple[str, str, Callable[[Run], bool]], ...] = (
+FIGURES: tuple[tuple[str, str, Callable[[Run], bool]], ...] = (
     ("landscape", "Loss around the weights, to turn and read off", _has("landscape.npz")),
     ("landscape-contour", "Loss over a plane through the weights", _has("landscape.npz")),
     ("landscape-surface", "Loss over the plane, as surfaces", _has("landscape.npz")),

@@ -9,24 +9,27 @@ from typing import Any
 import numpy as np
 
 from sparsam.report.plotting import new_figure, save_figure
+from sparsam.report.styles import styles
 
 
 def draw_runs(results: Sequence[tuple[str, dict[str, Any]]], path: Path) -> list[Path]:
     """Draw the distribution over all weights, a line for each run.
 
     Args:
-        results: Labels and what :meth:`GradientDifference.to_dict` returned.
+        results: Labels and what `sparsam gradients` has written.
         path: Where to, without a suffix.
     """
     figure, ax = new_figure(6.4, 4.0)
-    for label, result in results:
+    looks = styles([result.get("method", label) for label, result in results])
+    for (label, result), look in zip(results, looks, strict=True):
         edges, counts = np.array(result["edges"]), np.array(result["counts"][""], dtype=float)
         below = 100 * result["below_zero"][""]
-        ax.stairs(counts / counts.sum() / np.diff(edges), edges, label=f"{label}: {below:.1f} % below 0", linewidth=1.6)
+        density, name = counts / counts.sum() / np.diff(edges), f"{label}: {below:.1f} % below 0"
+        ax.stairs(density, edges, label=name, linewidth=1.6, **look.line)
     ax.axvline(0, color="0.4", linewidth=0.8)
     rhos, sizes = {r["rho"] for _, r in results}, {r["samples"] / r["batches"] for _, r in results}
-    told = f"ρ = {_or(rhos)}, batches of {_or(sizes)}; the outermost bins hold all beyond"
-    ax.set(xlabel=r"$r = \log\,|(g_{SAM} - g_{SGD})\,/\,g_{SGD}|$", ylabel="density of weights", title=told)
+    title = f"ρ = {_or(rhos)}, batches of {_or(sizes)}; the outermost bins hold all values beyond"
+    ax.set(xlabel=r"$r = \log\,|(g_{SAM} - g_{SGD})\,/\,g_{SGD}|$", ylabel="density of weights", title=title)
     ax.legend(frameon=False)
     return save_figure(figure, path)
 
@@ -36,7 +39,7 @@ def draw_layers(label: str, result: dict[str, Any], path: Path) -> list[Path]:
 
     Args:
         label: The run's.
-        result: What :meth:`GradientDifference.to_dict` returned.
+        result: What `sparsam gradients` has written.
         path: Where to, without a suffix.
     """
     layers = [name for name in result["counts"] if name]

@@ -3,70 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sparsam.analysis.landscape import Landscape
+from sparsam.report.landscape_scale import HEIGHTS, Scale, view_azimuth
+from sparsam.report.landscape_words import caption, labels, methods, numbers, title
 from sparsam.report.plotting import new_figure, save_figure
+from sparsam.report.styles import styles
 
-# From low to high: blue valleys, golden heights. Lightness rises all the way, so it also reads in grey.
-COLOURS = ("#172a6e", "#1f55b0", "#1b86b8", "#2ba9a4", "#74c17f", "#c3cf55", "#f9d648")
-# As in the report's page.css: told apart under the three kinds of colour blindness.
-LINES = ("#2a3038", "#2456d3", "#cc7722", "#2f9e8b", "#af2f02", "#a97cf0", "#7c5180")
-DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (2, 1.5)), (0, (7, 2, 1.5, 2)), (0, (11, 3)))
 INK, QUIET, RULE, GAP = "#1d2229", "#59626e", "#d9d9d4", "#e7e4df"
-WIDE = 30  # losses that differ by more than this factor are drawn on a logarithmic scale
 COLUMNS = 5  # panels in a row
-
-
-class Scale(NamedTuple):
-    """The one scale of all runs."""
-
-    low: float
-    high: float
-    log: bool
-
-    @classmethod
-    def of(cls, landscapes: Sequence[Landscape]) -> Scale:
-        """Return the scale that holds all finite losses; logarithmic where they are positive and differ widely."""
-        losses = np.concatenate([[*shown.losses.ravel(), shown.centre] for shown in landscapes])
-        finite = losses[np.isfinite(losses)]
-        low, high = float(finite.min()), float(finite.max())
-        if low == high:
-            low, high = low - 0.5, high + 0.5
-        return cls(low, high, low > 0 and high / low > WIDE)
-
-    def height(self, losses: Any) -> NDArray[np.float64]:
-        """Return where losses lie on the axis: themselves, or their logarithms; gaps are NaN."""
-        finite: NDArray[np.float64] = np.where(np.isfinite(losses), losses, np.nan)
-        return np.log10(finite) if self.log else finite
-
-    @property
-    def ends(self) -> tuple[float, float]:
-        """Where the axis begins and ends."""
-        floor, top = self.height([self.low, self.high]).tolist()
-        return floor, top
-
-    def ticks(self, count: int = 6) -> list[float]:
-        """Return round losses within the scale."""
-        if not self.log:
-            rough = (self.high - self.low) / count
-            power = 10.0 ** math.floor(math.log10(rough))
-            step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
-            first = math.ceil(self.low / step - 1e-9)
-            return [i * step for i in range(first, math.floor(self.high / step + 1e-9) + 1)]
-        decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-        for factors in ((1, 2, 5), (1, 3), (1,)):
-            found = [f * 10.0**d for d in decades for f in factors if self.low <= f * 10.0**d <= self.high]
-            if len(found) <= count + 2:
-                break
-        return found
 
 
 def draw_figures(landscapes: Sequence[Landscape], directory: Path) -> list[Path]:
@@ -83,12 +35,12 @@ def draw_lines(landscapes: Sequence[Landscape], path: Path) -> list[Path]:
     """Draw the losses along one direction, a line for each run."""
     scale = Scale.of(landscapes)
     figure, ax = new_figure(6.8, 4.5)
-    for i, (shown, label) in enumerate(zip(landscapes, labels(landscapes), strict=True)):
-        colour = LINES[i % len(LINES)]
+    for shown, label, look in zip(landscapes, labels(landscapes), styles(methods(landscapes)), strict=True):
+        colour = look.line["color"]
         middle = np.searchsorted(shown.axis, 0.0)  # the loss at w belongs to the line, also where no point is there
         along, losses = np.insert(shown.axis, middle, 0.0), np.insert(shown.losses, middle, shown.centre)
         losses = np.where(np.isfinite(losses), losses, np.nan)
-        ax.plot(along, losses, color=colour, linestyle=DASHES[i % len(DASHES)], linewidth=1.9, label=label)
+        ax.plot(along, losses, linewidth=1.9, label=label, **look.line)
         ax.plot(0, shown.centre, "o", color=colour, markersize=5, markeredgecolor="white", zorder=3)
         if len(shown.path):
             ax.plot(
@@ -176,68 +128,6 @@ def draw_surfaces(landscapes: Sequence[Landscape], path: Path) -> list[Path]:
         return save_figure(figure, path)
 
 
-def labels(landscapes: Sequence[Landscape]) -> list[str]:
-    """Return what to call the runs: the method, where that is not enough also the seed, or else the directory."""
-    ways: list[Callable[[dict[str, Any]], str]] = [
-        lambda about: str(about.get("label", "loss")),
-        lambda about: f"{about.get('label', 'loss')}, seed {about.get('seed')}",
-        lambda about: str(about.get("run")),
-    ]
-    for way in ways:
-        names = [way(shown.about) for shown in landscapes]
-        if max(Counter(names).values()) == 1:
-            return names
-    return [f"{ways[0](shown.about)} ({i})" for i, shown in enumerate(landscapes, 1)]
-
-
-def numbers(shown: Landscape) -> str:
-    """Return a run's numbers; the median of a part of the grid would not compare with others."""
-    return f"at w {shown.centre:.3g}" + (f" · median {shown.median:.3g}" if shown.complete else " · unfinished")
-
-
-def title(landscapes: Sequence[Landscape]) -> str:
-    """Return what is seen: the networks and the data, where they are known."""
-    setups = dict.fromkeys(shown.about["setup"] for shown in landscapes if "setup" in shown.about)
-    return f"Loss landscape: {', '.join(setups)}" if setups else "Loss landscape"
-
-
-def caption(landscapes: Sequence[Landscape], *, dot: bool = True) -> str:
-    """Return how it was made, and what it leaves out; `dot` says that w is marked by one."""
-    settings = landscapes[0].settings
-    plane = settings["dimensions"] == 2
-    grid = f"{settings['points']}×{settings['points']}" if plane else str(settings["points"])
-    samples = " or ".join(f"{n:,}" for n in sorted({shown.settings["samples"] for shown in landscapes}))
-    where, noun = ("w + a·d₁ + b·d₂", "Directions") if plane else ("w + a·d", "Direction")
-    whose = {"best": "best epoch’s weights", "last": "last epoch’s weights"}
-    weights = " or ".join(
-        sorted({whose.get(shown.about.get("weights", ""), "model’s weights") for shown in landscapes})
-    )
-    text = (
-        f"Mean loss over {samples} samples at {where}, model in eval mode, {settings['precision']}, {grid} points; "
-        f"w{' (round dot)' if dot else ''}: the {weights}. "
-    )
-    if settings["directions"] == "random":
-        text += (
-            f"{noun}: random (seed {settings['seed']}), each filter scaled to the length of the run’s own filter; "
-            f"biases and normalisation parameters are not moved. "
-        )
-    elif settings["directions"] == "pca":
-        shares = "; ".join(" and ".join(f"{100 * s:.1f} %" for s in shown.explained) for shown in landscapes)
-        text += (
-            f"{noun}: principal, of checkpoints around w{' (small marks)' if dot else ''}, with {shares} of their "
-            f"squared distance; running statistics are those of w. "
-        )
-    else:
-        text += f"{noun}: given. "
-    gaps = sum(shown.gaps for shown in landscapes)
-    missing = sum(shown.losses.size - shown.finished for shown in landscapes)
-    if gaps:
-        text += f"Left blank: {gaps:,} {'point' if gaps == 1 else 'points'} without a finite loss. "
-    if missing:
-        text += f"Unfinished: {missing:,} {'point is' if missing == 1 else 'points are'} still to be computed. "
-    return text.strip()
-
-
 def _panels(landscapes: Sequence[Landscape], wide: float, high: float, **options: Any) -> tuple[Any, list[Any], float]:
     """Return a figure, one axes for each landscape, and its width."""
     columns = min(COLUMNS, len(landscapes))
@@ -254,7 +144,7 @@ def _panels(landscapes: Sequence[Landscape], wide: float, high: float, **options
 def _colours(scale: Scale) -> tuple[Any, Any]:
     from matplotlib.colors import LinearSegmentedColormap, Normalize
 
-    colours = LinearSegmentedColormap.from_list("sparsam", COLOURS, N=512)
+    colours = LinearSegmentedColormap.from_list("sparsam", HEIGHTS, N=512)
     return colours, Normalize(*scale.ends)
 
 
@@ -303,15 +193,6 @@ def _isolines(ax: Any, axis: NDArray[np.float64], heights: NDArray[np.float64], 
         if losses is named:
             names = {level: f"{loss:g}" for level, loss in zip(scale.height(named), named, strict=True)}
             ax.clabel(drawn, fmt=names, fontsize=7.5, inline_spacing=3)
-
-
-def view_azimuth(landscapes: Sequence[Landscape]) -> float:
-    """Return from where to look: over the lowest corner, which hides least."""
-    corners = {-135: (0, 0), -45: (0, -1), 45: (-1, -1), 135: (-1, 0)}
-    losses = np.array([shown.losses for shown in landscapes])
-    losses[~np.isfinite(losses)] = np.inf
-    height = {view: float(losses[:, *at].max()) for view, at in corners.items()}
-    return min(height, key=lambda view: height[view]) + 11.0
 
 
 def _lit(colours: NDArray[np.float64], heights: NDArray[np.float64], azimuth: float) -> NDArray[np.float64]:

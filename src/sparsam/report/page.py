@@ -1,8 +1,4 @@
-"""One HTML page that compares runs. It asks for nothing from outside and works from a file.
-
-The page is `page.html` with `page.css`, `page.js` and the numbers written into it. Its policy names the hashes of that
-style and that script, so nothing else that gets into the page can run.
-"""
+"""One HTML page that compares runs. It asks for nothing from outside and works from a file."""
 
 from __future__ import annotations
 
@@ -10,21 +6,21 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from html import escape
-from importlib.resources import files
 from pathlib import Path
-from string import Template
 from typing import Any
 
-from sparsam.report.collect import Method, Run, collect
-from sparsam.report.embedding import content_hash, embedded
-from sparsam.report.figures import Figure, find_figures
-from sparsam.report.looking import figures_html, results_html
-from sparsam.report.record import ReportError
-from sparsam.report.results import read_results
+from sparsam.errors import UserValueError
+from sparsam.report.analysis_section import figures_html, results_html
+from sparsam.report.collect import collect
+from sparsam.report.embedding import write_page
+from sparsam.report.figures import find_figures
+from sparsam.report.method import Method
+from sparsam.report.result_summaries import read_results
+from sparsam.report.styles import Style, styles
 from sparsam.report.table import Cell, Table, accuracy_label, summary_table
+from sparsam.runs.run import Run
 
-COLOURS = 7  # .m0 to .m6 in page.css
-DASHES = 5  # .d0 to .d4; no common factor with the colours, so 35 methods differ
+SCRIPTS = ("elements.js", "numbers.js", "interactive.js", "line_chart.js", "heat_map.js", "page.js")
 
 
 def write_report(runs: list[Path], destination: Path, figures: Path | None = None) -> Path:
@@ -39,50 +35,41 @@ def write_report(runs: list[Path], destination: Path, figures: Path | None = Non
         The path of the page.
 
     Raises:
-        ReportError: There is no run, one cannot be read, or the page cannot be written.
+        RunError: A run cannot be read.
+        UserValueError: There is no run, or the page cannot be written.
     """
     destination = Path(destination)
     if destination.is_dir():
         destination = destination / "report.html"
     methods = collect(runs)
-    drawn = find_figures([run for method in methods for run in method.runs], destination, figures)
-    page = _page(methods, drawn, destination)
+    shown = [run for method in methods for run in method.runs]
+    drawn = find_figures(shown, destination, figures)
+    looks = styles([method.method for method in methods])
     try:
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        destination.write_text(page, encoding="utf-8", newline="\n")
+        write_page(
+            destination,
+            "page.html",
+            styles=["page.css"],
+            scripts=SCRIPTS,
+            data=_data(methods, looks),
+            title=escape(", ".join(dict.fromkeys(run.setup for run in shown))),
+            sentence=escape(_sentence(methods)),
+            facts="\n".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in _facts(shown)),
+            table=_table(summary_table(methods), looks),
+            minima=figures_html(drawn, destination),
+            recipes="\n".join(
+                _details(method, run, look, results_html(read_results(run.directory), destination))
+                for method, look in zip(methods, looks, strict=True)
+                for run in method.runs
+            ),
+        )
     except OSError as error:
-        raise ReportError(f"{destination} cannot be written: {error}") from error
+        raise UserValueError(f"{destination} cannot be written: {error}") from error
     return destination
 
 
-def _page(methods: Sequence[Method], drawn: Sequence[Figure], destination: Path) -> str:
-    package = files(__package__)
-    style, script = (package.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
-    runs = [run for method in methods for run in method.runs]
-    title = ", ".join(dict.fromkeys(run.setup for run in runs))
-    return Template(package.joinpath("page.html").read_text(encoding="utf-8")).substitute(
-        policy=escape(
-            f"default-src 'none'; style-src '{content_hash(style)}'; script-src '{content_hash(script)}'; "
-            f"img-src data:; base-uri 'none'; form-action 'none'"
-        ),
-        title=escape(title),
-        sentence=escape(_sentence(methods)),
-        facts="\n".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in _facts(runs)),
-        table=_table(summary_table(methods)),
-        minima=figures_html(drawn, destination),
-        recipes="\n".join(
-            _details(method, run, index, results_html(read_results(run.directory), destination))
-            for index, method in enumerate(methods)
-            for run in method.runs
-        ),
-        data=embedded(_data(methods)),
-        style=style,
-        script=script,
-    )
-
-
 def _sentence(methods: Sequence[Method]) -> str:
-    epochs = _range([run.recipe["train"]["epochs"] for method in methods for run in method.runs], "epoch")
+    epochs = _range([run.planned_epochs for method in methods for run in method.runs], "epoch")
     seeds = _range([len(method.runs) for method in methods], "seed")
     if len(methods) == 1:
         return f"{methods[0].label}, trained for {epochs} with {seeds}: accuracy, time and what is perturbed."
@@ -123,24 +110,20 @@ def _distinct(texts: Iterable[str]) -> str:
     return " / ".join(dict.fromkeys(texts))
 
 
-def _style(index: int) -> str:
-    return f"m{index % COLOURS} d{index % DASHES}"
-
-
-def _swatch(index: int) -> str:
+def _swatch(look: Style) -> str:
     return (
-        f'<svg class="swatch {_style(index)}" viewBox="0 0 26 8" aria-hidden="true">'
+        f'<svg class="swatch {look.classes}" viewBox="0 0 26 8" aria-hidden="true">'
         f'<line class="line" x1="1" x2="25" y1="4" y2="4"/></svg>'
     )
 
 
-def _table(table: Table) -> str:
+def _table(table: Table, looks: Sequence[Style]) -> str:
     head = "".join(f'<th scope="col">{escape(label)}</th>' for label in table.columns)
     rows = "\n".join(
-        f'<tr><th scope="row">{_swatch(index)}{_cell(row[0])}</th>'
+        f'<tr><th scope="row">{_swatch(look)}{_cell(row[0])}</th>'
         + "".join(f"<td>{_cell(cell)}</td>" for cell in row[1:])
         + "</tr>"
-        for index, row in enumerate(table.rows)
+        for look, row in zip(looks, table.rows, strict=True)
     )
     return f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>"
 
@@ -150,16 +133,14 @@ def _cell(cell: Cell) -> str:
     return f"<span>{escape(cell.text)}</span>{note}"
 
 
-def _details(method: Method, run: Run, index: int, results: str) -> str:
+def _details(method: Method, run: Run, look: Style, results: str) -> str:
     state = "" if run.finished else ' <em class="badge">unfinished</em>'
     plain = {key: value for key, value in run.recipe.items() if not isinstance(value, dict)}
     sections = {"recipe": plain, **{k: v for k, v in run.recipe.items() if isinstance(v, dict)}}
-    if run.chosen:
-        sections["chosen by the budget, or named"] = run.chosen
     sections["environment"] = run.environment
     lists = "\n".join(f"<section><h3>{escape(k)}</h3>{_list(v)}</section>" for k, v in sections.items())
     return (
-        f"<details><summary>{_swatch(index)}<span>{escape(method.label)}, seed {run.seed}{state}</span>"
+        f"<details><summary>{_swatch(look)}<span>{escape(method.label)}, seed {run.seed}{state}</span>"
         f'<span class="folder">{escape(run.directory.resolve().name)}</span></summary>'
         f'{results}<div class="settings">{lists}</div></details>'
     )
@@ -170,15 +151,15 @@ def _list(values: dict[str, Any]) -> str:
     return f"<dl>{''.join(f'<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>' for k, v in shown.items())}</dl>"
 
 
-def _data(methods: Sequence[Method]) -> dict[str, Any]:
-    return {"accuracy": accuracy_label(methods), "methods": [_series(i, method) for i, method in enumerate(methods)]}
+def _data(methods: Sequence[Method], looks: Sequence[Style]) -> dict[str, Any]:
+    return {"accuracy": accuracy_label(methods), "methods": list(map(_series, methods, looks))}
 
 
-def _series(index: int, method: Method) -> dict[str, Any]:
+def _series(method: Method, look: Style) -> dict[str, Any]:
     density = method.density()
     return {
         "label": method.label,
-        "style": _style(index),
+        "style": look.classes,
         "runs": [
             {
                 "seed": run.seed,

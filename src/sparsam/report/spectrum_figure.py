@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from sparsam.analysis.hessian import Density
 from sparsam.report.plotting import new_figure, save_figure
+from sparsam.report.styles import style
 
 ROW = 4  # panels side by side
-CURVE, FIRST, FIFTH, QUIET = "#2456d3", "#af2f02", "#b8660f", "#59626e"
+FIRST, FIFTH, QUIET = "black", "#59626e", "#59626e"
 
 
 def draw_spectra(results: Sequence[tuple[str, dict[str, Any]]], path: Path) -> list[Path]:
@@ -38,8 +39,9 @@ def draw_spectra(results: Sequence[tuple[str, dict[str, Any]]], path: Path) -> l
     singles = [1 / (density.size * width * math.sqrt(2 * math.pi)) for density in densities]
     floor, top = min(singles) / 20, max(curve.max() for curve in curves)
     for ax, (label, result), curve, single in zip(axes.flat, results, curves, singles, strict=False):
-        ax.fill_between(grid, floor, np.maximum(curve, floor), color=CURVE, alpha=0.2, linewidth=0)
-        ax.plot(grid, curve, color=CURVE, linewidth=1.2)
+        look = style(result.get("method", label)).line
+        ax.fill_between(grid, floor, np.maximum(curve, floor), color=look["color"], alpha=0.2, linewidth=0)
+        ax.plot(grid, curve, linewidth=1.2, **look)
         ax.axhline(single, color=QUIET, linewidth=0.7, linestyle=(0, (1, 2)))
         _mark(ax, result)
         ax.set_title(label, fontsize=11, fontweight="bold", loc="left")
@@ -52,12 +54,12 @@ def draw_spectra(results: Sequence[tuple[str, dict[str, Any]]], path: Path) -> l
         ax.set_ylabel("density", fontsize=9)
     for ax in axes.flat[len(results) - columns : len(results)]:
         ax.set_xlabel("eigenvalue", fontsize=9)
-    rooms = [_room(grid, curve < floor) for curve in curves]
-    widest = max(range(len(rooms)), key=lambda i: rooms[i][0])
+    gaps = [_widest_gap(grid, curve < floor) for curve in curves]
+    widest = max(range(len(gaps)), key=lambda i: gaps[i][0])
     note = {"textcoords": "offset points", "ha": "center", "color": QUIET, "fontsize": 7}
-    axes.flat[widest].annotate("one eigenvalue", (rooms[widest][1], singles[widest]), (0, 2), **note)
-    told = textwrap.fill(_told([result for _, result in results], width), round(17 * inches))
-    figure.supxlabel(told, fontsize=7, color=QUIET)
+    axes.flat[widest].annotate("one eigenvalue", (gaps[widest][1], singles[widest]), (0, 2), **note)
+    caption = textwrap.fill(_caption([result for _, result in results], width), round(17 * inches))
+    figure.supxlabel(caption, fontsize=7, color=QUIET)
     return save_figure(figure, path)
 
 
@@ -68,10 +70,10 @@ def _range(results: Sequence[tuple[str, dict[str, Any]]], densities: Sequence[De
     return min(ends) - 0.04 * span, max(ends) + 0.06 * span, 0.003 * span
 
 
-def _room(grid: NDArray[np.float64], empty: NDArray[np.bool_]) -> tuple[float, float]:
-    """Return the width and the middle of the widest stretch of a grid that is empty; the whole grid's where none is.
+def _widest_gap(grid: NDArray[np.float64], empty: NDArray[np.bool_]) -> tuple[float, float]:
+    """Return the width and the middle of the widest empty part of a grid. Without one, it is 0 wide and in the middle.
 
-    >>> _room(np.array([0.0, 1.0, 2.0, 3.0, 4.0]), np.array([True, False, True, True, True]))
+    >>> _widest_gap(np.array([0.0, 1.0, 2.0, 3.0, 4.0]), np.array([True, False, True, True, True]))
     (2.0, 3.0)
     """
     if not empty.any():
@@ -101,7 +103,7 @@ def _mark(ax: Any, result: dict[str, Any]) -> None:
         ax.text(0.98, 0.97 - 0.085 * i, text, color=colour, transform=ax.transAxes, ha="right", va="top", fontsize=9)
 
 
-def _told(results: Sequence[dict[str, Any]], width: float) -> str:
+def _caption(results: Sequence[dict[str, Any]], width: float) -> str:
     def of(key: str) -> str:
         return " or ".join(f"{value:,}" for value in sorted({result[key] for result in results}))
 

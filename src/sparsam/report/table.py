@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sparsam.report.collect import Method, Statistic
+from sparsam.report.method import Method, Statistic
 
 NONE = "–"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What a cell says, and a remark to be shown smaller."""
+    """The text of a cell, and a remark that is shown smaller."""
 
     text: str
     note: str = ""
@@ -27,7 +27,7 @@ class Table:
 
 
 def summary_table(methods: Sequence[Method]) -> Table:
-    """Return one row for each method; further numbers of the runs are appended as columns."""
+    """Return one row for each method. Further numbers of the runs become columns at the end."""
     further = list(dict.fromkeys(label for method in methods for label in method.extra))
     columns = (
         "Method",
@@ -52,7 +52,7 @@ def accuracy_label(methods: Sequence[Method]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Write a time for people.
+    """Return a time as people write it.
 
     >>> [duration(s) for s in (8.04, 59.96, 192, 4320)]
     ['8.0 s', '1 min 0 s', '3 min 12 s', '1 h 12 min']
@@ -71,14 +71,14 @@ def _milliseconds(value: float) -> str:
 
 
 def _row(method: Method, methods: Sequence[Method], further: Sequence[str]) -> tuple[Cell, ...]:
-    accuracy, memory, seconds, step = method.accuracy, method.peak_memory_mb, method.seconds, method.step_ms
+    accuracy, memory, seconds = method.accuracy, method.peak_memory_mb, method.seconds
     return (
         Cell(method.label, "; ".join(_notes(method, methods))),
         Cell(str(len(method.counted))),
         Cell(_spread(accuracy, 100, ".2f"), _best(method)),
         Cell(_scaled(method.perturbed, 100, ".1f")),
         Cell(_times(method.theoretical_flops.mean if method.theoretical_flops else None)),
-        Cell(_times(method.relative_step), _milliseconds(step) if step else ""),
+        _step_cell(method),
         Cell(_scaled(memory, 1, ",.0f")),
         Cell(duration(seconds.mean) if seconds else NONE),
         Cell(_values(method.weight_decay)),
@@ -87,8 +87,16 @@ def _row(method: Method, methods: Sequence[Method], further: Sequence[str]) -> t
     )
 
 
+def _step_cell(method: Method) -> Cell:
+    """Say what a step takes: in turn with the base optimizer's, with half of the quartiles' range, or in the run."""
+    ratio, step = method.step_ratio, method.step_ms
+    if ratio is None:
+        return Cell(_times(method.relative_step), _milliseconds(step) if step else "")
+    return Cell(f"{_times(ratio.median)} ± {(ratio.high - ratio.low) / 2:.2f}", f"median of {ratio.rounds} rounds")
+
+
 def _notes(method: Method, methods: Sequence[Method]) -> list[str]:
-    """Say what is particular to this row: its network and data or its images where rows differ in them."""
+    """Return remarks: the network, the data and the images if rows differ in them, and the notes of the method."""
     notes: list[str] = []
     for words in (lambda run: run.setup, lambda run: f"{run.evaluated_on} images"):
         if len({words(run) for other in methods for run in other.runs}) > 1:

@@ -35,25 +35,36 @@ def build_network(recipe: Recipe, classes: int, channels: int, device: torch.dev
 
 def build_loader(recipe: Recipe, device: torch.device) -> Loader:
     """Open the data."""
-    settings, seed = recipe.data, recipe.train.seed
-    if settings.name == "imagefolder":
-        return FolderLoader(
-            settings.root,
-            settings.batch_size,
-            image_size=settings.image_size,
-            resize=settings.resize,
-            workers=settings.workers,
-            validation=settings.validation,
-            validation_seed=settings.validation_seed,
-            skip_corrupt=settings.skip_corrupt,
-            seed=seed,
-            device=device,
-        )
+    build = _folder_loader if recipe.data.name == "imagefolder" else _resident_loader
+    return build(recipe, device)
+
+
+def _folder_loader(recipe: Recipe, device: torch.device) -> Loader:
+    settings: Any = recipe.data  # what has a meaning for a folder is not None
+    return FolderLoader(
+        settings.root,
+        settings.batch_size,
+        image_size=settings.image_size,
+        resize=settings.resize,
+        workers=settings.workers,
+        validation=settings.validation or 0,
+        validation_seed=settings.validation_seed,
+        limit=settings.limit,
+        skip_corrupt=settings.skip_corrupt,
+        seed=recipe.train.seed,
+        device=device,
+    )
+
+
+def _resident_loader(recipe: Recipe, device: torch.device) -> Loader:
+    settings: Any = recipe.data
     data = load_digits() if settings.name == "digits" else load_cifar(settings.name, settings.root)
-    if settings.validation:
+    if settings.validation is not None:
         data = data.with_validation(settings.validation, settings.validation_seed)
+    if settings.limit is not None:
+        data = data.limited(settings.limit)
     augmentation = Augmentation(settings.crop_padding, settings.flip, settings.cutout, settings.cutout_probability)
-    return ResidentLoader(data, settings.batch_size, augmentation, seed=seed, device=device)
+    return ResidentLoader(data, settings.batch_size, augmentation, seed=recipe.train.seed, device=device)
 
 
 def build_loss(recipe: Recipe) -> Any:

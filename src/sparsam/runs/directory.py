@@ -5,6 +5,7 @@ environment.json    versions, hardware, git commit
 metrics.jsonl       one line for each finished epoch
 summary.json        the end result; absent while a run is unfinished
 checkpoints/        last.pt and best.pt
+analysis/           what was measured of the trained weights (:mod:`sparsam.runs.results`)
 tensorboard/        events, if the recipe asks for them
 """
 
@@ -15,7 +16,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from sparsam.runs.files import RunError, read_text, replace_file
 from sparsam.runs.recipe import Recipe, RecipeError, recipe_from
+from sparsam.runs.record import Record
 
 
 class RunDirectory:
@@ -36,40 +39,55 @@ class RunDirectory:
         return self.path / "checkpoints" / "best.pt"
 
     @property
+    def exists(self) -> bool:
+        """Whether there is a run here."""
+        return (self.path / "recipe.json").is_file()
+
+    @property
     def finished(self) -> bool:
-        """Whether the run came to its end."""
+        """Whether the run is finished."""
         return (self.path / "summary.json").is_file()
 
     def create(self, recipe: Recipe, environment: dict[str, Any]) -> None:
         """Start a new run here."""
         self.check_new()
-        self.path.mkdir(parents=True, exist_ok=True)
         self._write("recipe.json", recipe.to_dict())
         self._write("environment.json", environment)
 
     def check_new(self) -> None:
-        """Refuse to write over an old run."""
-        if (self.path / "recipe.json").exists():
+        """Refuse to overwrite a run."""
+        if self.exists:
             raise RecipeError(
                 f"{self.path} holds a run already; continue it with --resume {self.path}, or choose another --output"
             )
 
+    def read(self, name: str) -> Record:
+        """Read a JSON file of the run."""
+        if not self.exists:
+            raise RunError(f"{self.path} is not a run directory: it has no recipe.json")
+        return Record.read(self.path / name)
+
     def recipe(self) -> Recipe:
         """Return the recipe of the run."""
-        file = self.path / "recipe.json"
-        if not file.is_file():
-            raise RecipeError(f"{self.path} is not the directory of a run: it has no recipe.json")
-        return recipe_from(json.loads(file.read_text()))
+        return recipe_from(self.read("recipe.json").values)
+
+    def epochs(self) -> list[Record]:
+        """Read the metrics of the finished epochs. Errors name the line."""
+        path = self.path / "metrics.jsonl"
+        if not self.finished and not path.is_file():
+            return []
+        text = read_text(path)
+        lines = text.splitlines()
+        if not self.finished and lines and not text.endswith("\n"):
+            lines.pop()  # the trainer is writing it, or crashed while it did
+        return [Record.parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the metrics of the finished epochs."""
-        file = self.path / "metrics.jsonl"
-        text = file.read_text() if file.is_file() else ""
-        whole, _, _ = text.rpartition("\n")  # a crash may have left half a line
-        return [json.loads(line) for line in whole.splitlines()]
+        """Return the metrics of the finished epochs as plain values."""
+        return [record.values for record in self.epochs()]
 
     def keep_epochs(self, count: int) -> None:
-        """Forget the metrics of later epochs: a resumed run writes them again."""
+        """Delete the metrics of later epochs: a resumed run writes them again."""
         lines = [json.dumps(m) + "\n" for m in self.metrics() if m["epoch"] <= count]
         replace_file(self.path / "metrics.jsonl", "".join(lines))
         (self.path / "summary.json").unlink(missing_ok=True)
@@ -79,7 +97,7 @@ class RunDirectory:
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(metrics) + "\n")
             file.flush()
-            os.fsync(file.fileno())  # before the checkpoint that counts on it
+            os.fsync(file.fileno())  # before the checkpoint that relies on it
 
     def add_events(self, metrics: dict[str, Any]) -> None:
         """Write the metrics of an epoch as TensorBoard events."""
@@ -97,8 +115,7 @@ class RunDirectory:
 
     def summary(self) -> dict[str, Any]:
         """Return the end result."""
-        result: dict[str, Any] = json.loads((self.path / "summary.json").read_text())
-        return result
+        return self.read("summary.json").values
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write the end result."""
@@ -106,10 +123,3 @@ class RunDirectory:
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
         replace_file(self.path / name, json.dumps(content, indent=2) + "\n")
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.write_text(text)
-    unfinished.replace(path)

@@ -7,27 +7,33 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from weakref import WeakValueDictionary
 
 import torch
 
 from sparsam.errors import UserError
-from sparsam.randomness import get_rng_state, set_rng_state
+from sparsam.randomness import RngState, get_rng_state, set_rng_state
 from sparsam.runs.directory import RunDirectory
-from sparsam.runs.recipe import BUDGET_KEYS, Recipe, RecipeError, load_recipe
+from sparsam.runs.recipe import Recipe, load_recipe, relevant_overrides
+from sparsam.runs.schema import RecipeError
 from sparsam.settings import differences
+from sparsam.training.interrupt import Interrupted, stopping_on_signals
+from sparsam.training.launch import new_run, old_run
 from sparsam.training.progress import Progress
-from sparsam.training.trainer import Interrupted, Trainer, new_run, old_run, stopping_on_signals
+from sparsam.training.step_times import time_in_turn
+from sparsam.training.trainer import Trainer
+
+OF_THE_PROCESS = ("deterministic", "threads")  # settings of `train` that hold for all runs of a process
 
 
 def compare_recipes(
-    recipes: Sequence[Path],
+    recipes: Sequence[str | Path],
     seeds: int,
     output: Path,
     *,
-    overrides: Sequence[str] | None = None,
+    overrides: Sequence[str] = (),
     device: torch.device,
     at_once: int = 1,
+    rounds: int = 0,
     progress: Callable[[], Progress] = Progress,
 ) -> list[Path]:
     """Train every recipe with every seed; return the runs' directories.
@@ -35,54 +41,75 @@ def compare_recipes(
     A run that is finished is left as it is and one that was stopped is continued, if its recipe is still the same.
 
     Args:
-        recipes: Files.
+        recipes: Names or files.
         seeds: How many runs of each, with seeds 0, 1, ...
         output: Where the runs are written, as NAME-seedN.
-        overrides: `key=value`, for all runs that they concern: those of `mask` go to recipes with a sparse mask only,
-            those of a budget to recipes with one, those of `sam` to recipes with SAM.
+        overrides: `key=value`, for all recipes that they have a meaning for: a sparsity is for sparse masks only.
         device: Where to train.
         at_once: How many runs take turns on the device, a step each; on a GPU they overlap, on streams of their own.
             Their step times and memory would not be those of a run alone, so summaries of such runs have none.
-        progress: Makes the one who is told, anew for each run.
+        rounds: Time the steps of all methods in turn afterwards (:mod:`sparsam.training.step_times`); 0: do not.
+        progress: Makes what shows the progress, anew for each run.
     """
-    planned = []
-    for file in recipes:  # everything is checked before the first is trained
-        for seed in range(seeds):
-            recipe = load_recipe(file, [*_concerned(file, overrides or []), f"train.seed={seed}"])
-            path = output / f"{recipe.name}-seed{seed}"
-            if (path / "recipe.json").is_file() and RunDirectory(path).recipe() != recipe:
-                others = ", ".join(differences(RunDirectory(path).recipe().to_dict(), recipe.to_dict()))
-                raise RecipeError(
-                    f"{path} holds a run of another recipe, which differs in {others}; choose another --output or "
-                    f"delete it"
-                )
-            planned.append((recipe, path))
-    if at_once > 1 and len({recipe.train.deterministic for recipe, _ in planned}) > 1:
-        raise RecipeError("runs at once must agree in train.deterministic, which holds for the whole process")
-    if len({path for _, path in planned}) < len(planned):
-        raise RecipeError("the recipes must have different names, but two have the same")
-
-    begun = WeakValueDictionary[str, Trainer]()  # a run of each recipe that is going on: kept, it would keep its memory
+    planned = _plan(recipes, seeds, output, overrides, at_once)
+    threads = torch.get_num_threads()
 
     def trainer(recipe: Recipe, path: Path) -> Trainer:
         gc.collect()  # the run before must not count in this one's memory
-        if (path / "recipe.json").is_file():
-            run = old_run(path, device=device, progress=progress())
-        else:
-            run = new_run(recipe, path, device=device, progress=progress())
-            finished = [RunDirectory(p) for r, p in planned if r.name == recipe.name and RunDirectory(p).finished]
-            other = begun.get(recipe.name)
-            run.use_measured(other.measured() if other else finished[0].summary() if finished else {})
-        begun.setdefault(recipe.name, run)
-        return run
+        torch.set_num_threads(threads)
+        if _exists(path):
+            return old_run(path, device=device, progress=progress())
+        return new_run(recipe, path, device=device, progress=progress())
 
-    waiting = (
-        partial(trainer, recipe, path)
-        for recipe, path in planned
-        if not ((path / "recipe.json").is_file() and RunDirectory(path).finished)
-    )
-    _take_turns(waiting, at_once, device)
+    unfinished = [(recipe, path) for recipe, path in planned if not RunDirectory(path).finished]
+    _take_turns((partial(trainer, recipe, path) for recipe, path in unfinished), at_once, device)
+    if rounds:
+        _time_steps(planned, device, rounds)
     return [path for _, path in planned]
+
+
+def _plan(
+    sources: Sequence[str | Path], seeds: int, output: Path, overrides: Sequence[str], at_once: int
+) -> list[tuple[Recipe, Path]]:
+    """Return the runs; check all of them before the first is trained."""
+    planned = []
+    used: set[str] = set()
+    for source in sources:
+        relevant = relevant_overrides(source, overrides)
+        used.update(relevant)
+        for seed in range(seeds):
+            recipe = load_recipe(source, [*relevant, f"train.seed={seed}"])
+            path = output / f"{recipe.name}-seed{seed}"
+            if _exists(path) and (changed := differences(RunDirectory(path).recipe().to_dict(), recipe.to_dict())):
+                raise RecipeError(
+                    f"{path} holds a run of another recipe, which differs in {', '.join(changed)}; choose another "
+                    f"--output or delete it"
+                )
+            planned.append((recipe, path))
+    for override in overrides:
+        if override not in used:
+            raise RecipeError(f"{override.partition('=')[0]} has no meaning for any of the recipes; leave it out")
+    for key in OF_THE_PROCESS:
+        if at_once > 1 and len({getattr(recipe.train, key) for recipe, _ in planned}) > 1:
+            raise RecipeError(f"runs at once must agree in train.{key}, which holds for the whole process")
+    if len({path for _, path in planned}) < len(planned):
+        raise RecipeError("the recipes must have different names, but two have the same")
+    return planned
+
+
+def _exists(path: Path) -> bool:
+    return (path / "recipe.json").is_file()
+
+
+def _time_steps(planned: Sequence[tuple[Recipe, Path]], device: torch.device, rounds: int) -> None:
+    """Time all methods in turn and write the result into the runs' summaries, if one of them lacks it."""
+    if all("step_ratio" in RunDirectory(path).summary() for _, path in planned):
+        return
+    methods = {recipe.name: recipe for recipe, _ in planned}
+    ratios = dict(zip(methods, time_in_turn(list(methods.values()), device=device, rounds=rounds), strict=True))
+    for recipe, path in planned:
+        directory = RunDirectory(path)
+        directory.write_summary({**directory.summary(), "step_ratio": ratios[recipe.name].to_dict()})
 
 
 def _take_turns(waiting: Iterable[Callable[[], Trainer]], at_once: int, device: torch.device) -> None:
@@ -98,7 +125,6 @@ def _take_turns(waiting: Iterable[Callable[[], Trainer]], at_once: int, device: 
     with stopping_on_signals(stop):
         while True:
             if len(turns) < at_once and not stopped and (start := next(waiting, None)):
-                # Its first step comes next, in which it may measure what another seed then uses.
                 turns.appendleft(_Turns(start(), device, alone=at_once == 1))
                 if stopped:  # while it was being made
                     turns[0].run.stop()
@@ -109,11 +135,11 @@ def _take_turns(waiting: Iterable[Callable[[], Trainer]], at_once: int, device: 
                 turns.rotate(-1)
             except StopIteration:
                 turns.popleft()
-            except Exception as error:  # the others are saved before it is told
+            except Exception as error:  # the others are saved before it is raised
                 recipe = turns.popleft().run.recipe
-                if isinstance(error, UserError):  # a budget that is too small, say
-                    told = RecipeError(f"{recipe.name}, seed {recipe.train.seed}: {error}")
-                    told.__cause__, error = error, told
+                if isinstance(error, UserError):
+                    named = RecipeError(f"{recipe.name}, seed {recipe.train.seed}: {error}")
+                    named.__cause__, error = error, named
                 stopped.insert(0, error)
                 stop()
     if stopped:
@@ -128,7 +154,7 @@ class _Turns:
         run.shared = not alone
         self._steps = run.steps()
         self._stream = None if alone else _stream(device)
-        self._random = get_rng_state([device])
+        self._random: RngState = get_rng_state([device])
 
     def take(self) -> None:
         """Take one step."""
@@ -149,14 +175,3 @@ def _stream(device: torch.device) -> torch.cuda.Stream | None:
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))  # for what the run's making has launched
     return stream
-
-
-def _concerned(file: Path, overrides: Sequence[str]) -> list[str]:
-    """Return the overrides that concern a recipe: SGD has no rho, SAM no sparsity, and only SSAM-C a cut."""
-    recipe = load_recipe(file)
-    absent: tuple[str, ...] = ()
-    if recipe.mask.kind == "dense":
-        absent = ("mask.",) if recipe.sam.enabled else ("mask.", "sam.")
-    elif recipe.mask.kind != "budget":
-        absent = tuple(f"mask.{key}=" for key in BUDGET_KEYS)
-    return [override for override in overrides if not override.startswith(absent)]

@@ -28,6 +28,11 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
     }
 
 
+def default_device() -> torch.device:
+    """Return a GPU if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def processor() -> str:
     """Return the name of the CPU."""
     cpuinfo = Path("/proc/cpuinfo")

@@ -1,8 +1,9 @@
-"""Who is told how a run goes: nobody, a terminal, or a log."""
+"""Shows how a run goes: not at all, in a terminal, or in a log."""
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -12,7 +13,7 @@ from sparsam.runs.recipe import Recipe
 
 
 class Progress:
-    """Tells nobody; the interface of the others."""
+    """Shows nothing; the interface of the others."""
 
     def __enter__(self) -> Self:
         return self
@@ -21,20 +22,27 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def start(self, recipe: Recipe, steps: int, epoch: int) -> None:
-        """Tell that a run starts at an epoch, each of which has so many steps."""
+    def start(self, recipe: Recipe, steps: int, total_steps: int, epoch: int) -> None:
+        """Show that a run starts.
+
+        Args:
+            recipe: What is trained.
+            steps: Of an epoch.
+            total_steps: Of the run.
+            epoch: Where it starts.
+        """
 
     def step_done(self, batch: int, seconds: float) -> None:
-        """Tell how far the epoch is, and how long it has taken."""
+        """Show how far the epoch is, and how long it has taken."""
 
     def epoch_done(self, metrics: dict[str, Any]) -> None:
-        """Tell what an epoch brought."""
+        """Show the metrics of an epoch."""
 
     def remark(self, text: str) -> None:
-        """Tell something worth knowing; it may be told again and again."""
+        """Show something worth knowing; the same text may come again and again."""
 
     def done(self, summary: dict[str, Any]) -> None:
-        """Tell how the run ended."""
+        """Show how the run ended."""
 
 
 class LogProgress(Progress):
@@ -50,7 +58,7 @@ class LogProgress(Progress):
         self.epochs = epochs
         self.remarks: set[str] = set()
 
-    def start(self, recipe: Recipe, steps: int, epoch: int) -> None:
+    def start(self, recipe: Recipe, steps: int, total_steps: int, epoch: int) -> None:
         """Note the run's name for the lines to come."""
         self.name, self.seed = recipe.name, recipe.train.seed
 
@@ -99,12 +107,12 @@ class TerminalProgress(Progress):
     ) -> None:
         self._bar.stop()
 
-    def start(self, recipe: Recipe, steps: int, epoch: int) -> None:
+    def start(self, recipe: Recipe, steps: int, total_steps: int, epoch: int) -> None:
         """Draw an empty bar."""
-        self.steps, self.epochs, self.epoch, self.numbers = steps, recipe.train.epochs, epoch, ""
+        self.steps, self.epochs, self.epoch, self.numbers = steps, math.ceil(total_steps / steps), epoch, ""
         self._task = self._bar.add_task(
             f"{recipe.method} seed {recipe.train.seed}",
-            total=steps * self.epochs,
+            total=total_steps,
             completed=steps * epoch,
             epoch="",
             numbers="",

@@ -1,0 +1,60 @@
+"""`sparsam compare`: several recipes, several seeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import rich
+import typer
+
+from sparsam.cli.analysis import Device, find_device, measure_missing
+from sparsam.cli.options import MaxSteps, Set, overrides
+from sparsam.cli.report import show_runs
+
+
+def compare(
+    recipes: Annotated[list[str], typer.Argument(help="Recipes by name, or files (*.toml).")],
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each recipe, with seeds 0, 1, ...")] = 1,
+    settings: Set = None,
+    max_steps: MaxSteps = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write.")] = Path("runs/compare"),
+    sharpness: Annotated[
+        float | None,
+        typer.Option(metavar="RHO", help="Measure how much the loss rises within RHO of the weights, and λ1."),
+    ] = None,
+    rounds: Annotated[
+        int, typer.Option(min=0, help="Time the steps of all methods in turn, in so many rounds; 0: do not.")
+    ] = 30,
+    at_once: Annotated[int, typer.Option(min=1, help="Runs that share the device.")] = 1,
+    device: Device = None,
+) -> None:
+    """Train several recipes with several seeds and compare them: a table here, a page in the output directory.
+
+    Runs that are finished already are not repeated, and one that was stopped is continued, so the same command again
+    goes on where it was. A setting goes to the recipes that it has a meaning for: a sparsity to sparse masks only.
+
+    Example:
+    ```
+    sparsam compare digits-sgd digits-sam digits-ssam-f --seeds 3
+    ```
+    """
+    from sparsam.report import write_report
+    from sparsam.training.comparison import compare_recipes
+    from sparsam.training.progress import LogProgress, suitable_progress
+
+    runs = compare_recipes(
+        recipes,
+        seeds,
+        output,
+        overrides=overrides(settings, train__max_steps=max_steps),
+        device=find_device(device),
+        at_once=at_once,
+        rounds=rounds,
+        progress=lambda: LogProgress(epochs=False) if at_once > 1 else suitable_progress(epochs=False),
+    )
+    if sharpness is not None:
+        measure_missing(runs, sharpness, find_device(device))
+    show_runs(runs)
+    page = write_report(runs, output / "report.html")
+    rich.print(f"The page with curves and masks: {page}")

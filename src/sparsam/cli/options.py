@@ -1,0 +1,25 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", "-s", metavar="KEY=VALUE", help="Override a setting, such as train.epochs=10."),
+]
+MaxSteps = Annotated[
+    int | None, typer.Option(min=1, help="End each run after so many steps; schedules take this as their total.")
+]
+
+
+def overrides(settings: list[str] | None, **values: object) -> list[str]:
+    """Return all overrides as `key=value`, those of options of their own last.
+
+    >>> overrides(["sam.rho=0.2"], train__max_steps=3, model__name=None)
+    ['sam.rho=0.2', 'train.max_steps=3']
+    """
+    given = (f"{key.replace('__', '.')}={value}" for key, value in values.items() if value is not None)
+    return [*(settings or []), *given]

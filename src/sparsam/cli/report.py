@@ -1,0 +1,46 @@
+"""`sparsam report`: a page about runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import rich
+import typer
+
+from sparsam.cli.table import show_table
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Directories of runs.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("runs/report.html"),
+    figures: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Where landscape, hessian, gradients and masks have drawn; default: analysis beside the page, beside "
+            "the runs or one higher.",
+        ),
+    ] = None,
+) -> None:
+    """Write one self-contained HTML page about runs, and print its table.
+
+    What other commands have measured of the runs and drawn of them is on the page, with links to the files.
+
+    Example:
+    ```
+    sparsam report runs/compare/*-seed* -o page.html
+    ```
+    """
+    from sparsam.report import write_report
+
+    runs = [run for run in runs if run.suffix != ".html"]  # pages beside the runs, where a shell's * finds them
+    show_runs(runs)
+    rich.print(f"The page: {write_report(runs, output, figures)}")
+
+
+def show_runs(runs: list[Path]) -> None:
+    """Print the table of runs."""
+    from sparsam.report import collect, summary_table
+
+    show_table(summary_table(collect(runs)), rich.get_console())

@@ -1,0 +1,42 @@
+// What both pages use: elements, and the button that changes the theme
+
+/** Make an SVG element. Attributes that are null are left out. */
+function svg(name, attributes = {}, ...children) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) if (value !== null) element.setAttribute(key, value);
+  element.append(...children);
+  return element;
+}
+
+/** Make an HTML element. Children are nodes or text, never markup: names come from files. */
+function html(name, attributes = {}, ...children) {
+  const element = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  element.append(...children);
+  return element;
+}
+
+const swatch = (method) =>
+  svg("svg", { class: `swatch ${method.style}`, viewBox: "0 0 26 8", "aria-hidden": "true" },
+    svg("line", { class: "line", x1: 1, x2: 25, y1: 4, y2: 4 }));
+
+const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
+const pressed = (button, on) => button.setAttribute("aria-pressed", String(on));
+
+/** Let the button #theme switch between light and dark. `changed` is called after each switch, and once at the start. */
+function themeButton(changed) {
+  const theme = document.getElementById("theme");
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  const dark = () => (document.documentElement.dataset.theme ?? (system.matches ? "dark" : "light")) === "dark";
+  const update = () => {
+    theme.textContent = dark() ? "Light theme" : "Dark theme";
+    changed();
+  };
+  theme.addEventListener("click", () => {
+    document.documentElement.dataset.theme = dark() ? "light" : "dark";
+    update();
+  });
+  system.addEventListener("change", update);
+  theme.hidden = false;
+  update();
+}

@@ -1,0 +1,220 @@
+"""A run as it was recorded: the files of a run directory, checked key by key."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from sparsam.runs.directory import RunDirectory
+from sparsam.runs.files import RunError
+from sparsam.runs.recipe import RecipeError, recipe_from
+from sparsam.runs.record import Record, is_number, shown
+from sparsam.runs.step_time import StepRatio, step_time
+
+TEXTS = ("model.name", "data.name", "mask.name", "train.precision")  # keys of recipe.json that Run relies on
+NUMBERS = ("data.batch_size", "optimizer.weight_decay", "sam.rho", "train.epochs")
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What was measured in one epoch."""
+
+    epoch: int
+    train_loss: float
+    test_accuracy: float
+    elapsed: float
+    step_ms: float
+    perturbed: float | None
+    mask_density: dict[str, float] | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run directory. For an unfinished run the numbers are those so far."""
+
+    directory: Path
+    name: str
+    method: str
+    seed: int
+    finished: bool
+    recipe: dict[str, Any]
+    environment: dict[str, Any]
+    started: datetime
+    metrics: tuple[Epoch, ...]
+    evaluated_on: str
+    accuracy: float | None = None
+    best_accuracy: float | None = None
+    best_epoch: int | None = None
+    step_ms: float | None = None
+    step_ratio: StepRatio | None = None
+    """What a step takes in steps of the base optimizer, where the two were timed in turn."""
+    seconds: float | None = None
+    peak_memory_mb: float | None = None
+    perturbed: float | None = None
+    theoretical_flops: float | None = None
+    extra: dict[str, float] = field(default_factory=dict)
+    """Further numbers by their label."""
+
+    @property
+    def setup(self) -> str:
+        """The network and the data, in words."""
+        return f"{self.recipe['model']['name']} on {self.recipe['data']['name']}"
+
+    @property
+    def workload(self) -> tuple[Any, ...]:
+        """What two runs must share for their step times to be comparable."""
+        device = self.environment["device"]
+        details = ("processor", "threads") if device == "cpu" else ()
+        machine = (device, *(self.environment.get(detail) for detail in details))
+        return self.setup, self.recipe["data"]["batch_size"], self.recipe["train"]["precision"], machine
+
+    @property
+    def planned_epochs(self) -> int:
+        """How many epochs the run has when it is finished."""
+        return int(self.recipe["train"]["epochs"])
+
+    @property
+    def sam(self) -> bool:
+        """Whether weights are perturbed at all."""
+        return bool(self.recipe["sam"]["enabled"])
+
+    @property
+    def masked(self) -> bool:
+        """Whether only some of the weights are perturbed."""
+        return self.sam and self.recipe["mask"]["name"] != "dense"
+
+    @property
+    def rho(self) -> float | None:
+        """The radius; None without SAM."""
+        return self.recipe["sam"]["rho"] if self.sam else None
+
+    @property
+    def other_radii(self) -> dict[str, float]:
+        """The radii of ascents that have one of their own, by the ascents' names."""
+        ascents = self.recipe.get("ascent"), self.recipe.get("schedule", {}).get("before")
+        return {ascent["name"]: ascent["rho"] for ascent in ascents if ascent and ascent.get("rho") is not None}
+
+    @property
+    def weight_decay(self) -> float:
+        """The weight decay of the base optimizer."""
+        return float(self.recipe["optimizer"]["weight_decay"])
+
+
+def read_run(directory: str | Path) -> Run:
+    """Read one run directory.
+
+    Raises:
+        RunError: It is not a run directory, or a file in it is missing or has a wrong value.
+    """
+    files = RunDirectory(directory)
+    if not files.path.is_dir():
+        raise RunError(f"{directory} is not a directory")
+    recipe, environment = files.read("recipe.json"), files.read("environment.json")
+    for key in TEXTS:
+        recipe.text(key)
+    for key in NUMBERS:
+        recipe.number(key)
+    recipe.flag("sam.enabled")
+    for key in ("sparsam", "torch", "python", "device"):
+        environment.text(key)
+    run = Run(
+        directory=files.path,
+        name=recipe.text("name"),
+        method=method_of(recipe),
+        seed=recipe.whole("train.seed"),
+        finished=files.finished,
+        recipe=recipe.values,
+        environment=environment.values,
+        started=environment.time("started"),
+        metrics=_read_epochs(files),
+        evaluated_on="validation" if recipe.values["data"].get("validation") else "test",
+    )
+    return _with_summary(run, files.read("summary.json")) if files.finished else _with_metrics(run)
+
+
+def method_of(recipe: Record) -> str:
+    """Return what the method is called; the name of the recipe if it is of another version."""
+    try:
+        return recipe_from(recipe.values).method
+    except RecipeError:
+        return recipe.text("name")
+
+
+def _read_epochs(files: RunDirectory) -> tuple[Epoch, ...]:
+    epochs: list[Epoch] = []
+    for record in files.epochs():
+        density, loss = record.values.get("mask_density"), record.values.get("train_loss")
+        if density is not None and not (isinstance(density, dict) and all(map(is_number, density.values()))):
+            raise record.wrong("mask_density", "an object of numbers or null")
+        epoch = Epoch(
+            epoch=record.whole("epoch"),
+            # A diverged loss is NaN, or null where the writer keeps to strict JSON.
+            train_loss=math.nan if loss is None or loss != loss else record.number("train_loss", finite=False),
+            test_accuracy=record.number("test_accuracy"),
+            elapsed=record.number("elapsed"),
+            step_ms=record.number("step_ms"),
+            perturbed=record.optional("perturbed"),
+            mask_density=density,
+        )
+        if epochs and epoch.epoch <= epochs[-1].epoch:
+            raise RunError(f"{record.source}: epoch {epoch.epoch} comes after epoch {epochs[-1].epoch}")
+        epochs.append(epoch)
+    if files.finished and not epochs:
+        raise RunError(f"{files.path / 'metrics.jsonl'} is empty, but the run is finished")
+    return tuple(epochs)
+
+
+def _with_summary(run: Run, summary: Record) -> Run:
+    if summary.text("evaluated_on") not in ("test", "validation"):
+        raise summary.wrong("evaluated_on", "'test' or 'validation'")
+    extra = summary.values.get("extra") or {}
+    if not isinstance(extra, dict):
+        raise summary.wrong("extra", "an object")
+    for label, value in extra.items():
+        if value is not None and not (is_number(value) and math.isfinite(value)):
+            raise RunError(f"{summary.source}: extra {label!r} must be a number, but is {shown(value)}")
+    return replace(
+        run,
+        name=summary.text("name"),
+        method=summary.text("method"),
+        seed=summary.whole("seed"),
+        evaluated_on=summary.text("evaluated_on"),
+        accuracy=summary.number("test_accuracy"),
+        best_accuracy=summary.number("best_accuracy"),
+        best_epoch=summary.whole("best_epoch"),
+        step_ms=summary.optional("step_ms"),
+        step_ratio=_step_ratio(summary),
+        seconds=summary.optional("seconds"),
+        peak_memory_mb=summary.optional("peak_memory_mb"),
+        perturbed=summary.optional("perturbed"),
+        theoretical_flops=summary.optional("theoretical_flops"),
+        extra={label: float(value) for label, value in extra.items() if value is not None},
+    )
+
+
+def _step_ratio(summary: Record) -> StepRatio | None:
+    if summary.values.get("step_ratio") is None:
+        return None
+    low, middle, high = (summary.number(f"step_ratio.{key}") for key in ("low", "median", "high"))
+    return StepRatio(middle, low, high, summary.whole("step_ratio.rounds"))
+
+
+def _with_metrics(run: Run) -> Run:
+    """Return an unfinished run with its numbers so far."""
+    if not run.metrics:
+        return run
+    last = run.metrics[-1]
+    best = max(run.metrics, key=lambda epoch: epoch.test_accuracy)
+    return replace(
+        run,
+        accuracy=last.test_accuracy,
+        best_accuracy=best.test_accuracy,
+        best_epoch=best.epoch,
+        step_ms=step_time((epoch.step_ms, epoch.perturbed) for epoch in run.metrics),
+        seconds=last.elapsed,
+        perturbed=None if last.perturbed is None else fmean(epoch.perturbed or 0.0 for epoch in run.metrics),
+    )

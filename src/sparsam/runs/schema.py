@@ -1,0 +1,226 @@
+"""Dataclasses as the schema of nested settings: types, what is allowed, and what has a meaning for which name.
+
+A table is a dataclass. Each field declares, with :func:`setting`, what is allowed. A field may have a meaning for some
+values of the table's `name` only: `mask.samples` has one for `mask.name = "fisher"`. Values come from TOML, JSON or the
+command line; errors name the key, what was given and what is allowed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import field
+from typing import Any
+
+from sparsam.errors import UserValueError
+
+WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+REQUIRED = object()  # the default of a setting that must be given
+NONE = "none"  # TOML has no null: this text stands for it, where a setting may be None
+
+
+class RecipeError(UserValueError):
+    """A recipe that cannot be used. The message names the key and what is allowed."""
+
+
+# ------------------------------------------------------------------------------------------------- declaring fields
+
+
+def setting(
+    default: Any,
+    allowed: str = "",
+    holds: Callable[[Any], bool] = lambda value: True,
+    names: Sequence[str] | None = None,
+) -> Any:
+    """Declare a field.
+
+    Args:
+        default: Its value where it is not given; :data:`REQUIRED`: it must be given.
+        allowed: What is allowed, in words.
+        holds: The same as a test.
+        names: For which names of its table it has a meaning; it is None for the others. None: for all.
+    """
+    metadata = {"default": default, "allowed": allowed, "holds": holds, "names": names}
+    return field(default=None if names or default is REQUIRED else default, metadata=metadata)
+
+
+def one_of(default: str, choices: Sequence[str], names: Sequence[str] | None = None) -> Any:
+    """Declare a field with a fixed list of values."""
+    return setting(default, f"one of {', '.join(choices)}", lambda value: value in choices, names)
+
+
+def share(default: Any, names: Sequence[str] | None = None) -> Any:
+    """Declare a number in [0, 1]."""
+    return setting(default, "a number in [0, 1]", lambda value: 0 <= value <= 1, names)
+
+
+def positive(default: Any, names: Sequence[str] | None = None) -> Any:
+    """Declare a finite number above 0."""
+    return setting(default, "a number > 0", lambda value: 0 < value < math.inf, names)
+
+
+def not_negative(default: Any, names: Sequence[str] | None = None) -> Any:
+    """Declare a finite number that is not negative."""
+    return setting(default, "a number >= 0", lambda value: 0 <= value < math.inf, names)
+
+
+def whole(default: Any, least: int = 1, names: Sequence[str] | None = None) -> Any:
+    """Declare a whole number of at least `least`."""
+    return setting(default, f"a whole number >= {least}", lambda value: value >= least, names)
+
+
+# -------------------------------------------------------------------------------------------------- building tables
+
+
+def build(schema: Any, values: Any, prefix: str = "") -> Any:
+    """Build a table from plain values, and refuse what the schema does not allow.
+
+    Args:
+        schema: The dataclass.
+        values: A dictionary, or a text, which is the table's name.
+        prefix: The key of the table with a dot behind it.
+    """
+    values = as_table(values, prefix)
+    fields = {f.name: f for f in dataclasses.fields(schema)}
+    for key in values:
+        if key not in fields:
+            raise RecipeError(f"unknown key {prefix}{key}; {_did_you_mean(prefix, key, fields)}")
+    complete: dict[str, Any] = {}
+    for f in dataclasses.fields(schema):  # the name, which decides about the others, comes first
+        value, key = values.get(f.name), f"{prefix}{f.name}"
+        names = f.metadata.get("names")
+        if names is not None and complete["name"] not in names:
+            if value is not None:
+                raise RecipeError(
+                    f"{key} has no meaning for {prefix}name = {complete['name']}, only for {', '.join(names)}; "
+                    f"leave it out"
+                )
+            complete[f.name] = None
+        elif f.name not in values:
+            complete[f.name] = _default(f, key, prefix, complete)
+        else:
+            complete[f.name] = _checked(schema, f, value, key)
+    return schema(**complete)
+
+
+def as_table(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Return a table as a dictionary; a text in its place is its name."""
+    if isinstance(values, str):
+        return {"name": values}
+    if not isinstance(values, dict):
+        raise RecipeError(f"{prefix.removesuffix('.')} must be a table of settings, but is {values!r}")
+    return values
+
+
+def _default(f: dataclasses.Field[Any], key: str, prefix: str, complete: dict[str, Any]) -> Any:
+    default = f.metadata.get("default", f.default)
+    if default is REQUIRED:
+        raise RecipeError(f"{key} must be given for {prefix}name = {complete['name']}: {f.metadata['allowed']}")
+    return f.default_factory() if f.default_factory is not dataclasses.MISSING else default
+
+
+def _checked(schema: Any, f: dataclasses.Field[Any], value: Any, key: str) -> Any:
+    kind, _ = _type(schema, f.name)
+    optional = _may_be_none(schema, f)
+    if optional and (value is None or value == NONE):
+        return None
+    if dataclasses.is_dataclass(kind):
+        return build(kind, value, f"{key}.")
+    if isinstance(value, dict) and value:
+        raise RecipeError(f"unknown key {key}.{next(iter(value))}")
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) is not kind or not f.metadata.get("holds", lambda value: True)(value):
+        allowed = f.metadata.get("allowed") or WORDS[kind]
+        raise RecipeError(f"{key} must be {allowed}{' or none' if optional else ''}, but is {value!r}")
+    return value
+
+
+def _may_be_none(schema: Any, f: dataclasses.Field[Any]) -> bool:
+    """Return whether None is allowed even where the setting has a meaning."""
+    _, optional = _type(schema, f.name)
+    names, default = f.metadata.get("names"), f.metadata.get("default")
+    return optional and (names is None or default is None)
+
+
+def _type(schema: Any, name: str) -> tuple[Any, bool]:
+    """Return the type of a field without None, and whether it may be None."""
+    hint = typing.get_type_hints(schema)[name]
+    if isinstance(hint, types.UnionType):
+        (kind,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
+        return kind, True
+    return hint, False
+
+
+def _did_you_mean(prefix: str, key: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(key, known, 1)
+    return f"did you mean {prefix}{close[0]}?" if close else f"known keys: {', '.join(prefix + k for k in known)}"
+
+
+# ------------------------------------------------------------------------------------------------- layers of values
+
+
+def merge(schema: Any, under: Any, over: Any, prefix: str = "") -> dict[str, Any]:
+    """Lay values over others. Where a table gets another name, what has no meaning for that name falls away."""
+    under, over = as_table(under, prefix), as_table(over, prefix)
+    fields = {f.name: f for f in dataclasses.fields(schema)}
+    result = dict(under)
+    if "name" in over and over["name"] != under.get("name"):
+        result = {key: value for key, value in under.items() if _has_meaning(fields.get(key), over["name"])}
+    for key, value in over.items():
+        kind = _type(schema, key)[0] if key in fields else None
+        nested = dataclasses.is_dataclass(kind) and key in result and value not in (None, NONE)
+        result[key] = merge(kind, result[key], value, f"{prefix}{key}.") if nested else value
+    return result
+
+
+def has_meaning(schema: Any, values: Any, key: Sequence[str]) -> bool:
+    """Return whether a setting has a meaning for the names in some values.
+
+    A key that is in no table has one here, since :func:`build` refuses it.
+
+    Args:
+        schema: The dataclass of the values.
+        values: A table of plain values.
+        key: The parts of the setting's key.
+    """
+    table, (first, *rest) = as_table(values), key
+    fields = {f.name: f for f in dataclasses.fields(schema)}
+    if first not in fields:
+        return True
+    if not _has_meaning(fields[first], table.get("name", fields["name"].default if "name" in fields else None)):
+        return False
+    kind = _type(schema, first)[0]
+    return not rest or not dataclasses.is_dataclass(kind) or has_meaning(kind, table.get(first) or {}, rest)
+
+
+def _has_meaning(f: dataclasses.Field[Any] | None, name: Any) -> bool:
+    names = None if f is None else f.metadata.get("names")
+    return names is None or name in names
+
+
+def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
+    """Return `key=value` texts as nested values."""
+    layer: dict[str, Any] = {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise RecipeError(f"an override must have the form key=value, such as train.epochs=10, but is {override!r}")
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text  # a text without quotes
+        *tables, last = key.split(".")
+        place = layer
+        for table in tables:
+            inner = place.setdefault(table, {})
+            if not isinstance(inner, (dict, str)):
+                raise RecipeError(f"unknown key {key}")
+            place[table] = place = as_table(inner)
+        place[last] = value
+    return layer

@@ -1,0 +1,49 @@
+"""Starting runs, and continuing them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsam.runs.directory import RunDirectory
+from sparsam.runs.recipe import Recipe
+from sparsam.training.environment import default_device, describe_environment
+from sparsam.training.progress import Progress
+from sparsam.training.trainer import Trainer
+
+
+def train(
+    recipe: Recipe, path: str | Path, *, device: torch.device | None = None, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Train a recipe in a new directory."""
+    return new_run(recipe, path, device=device, progress=progress).run()
+
+
+def resume(path: str | Path, *, device: torch.device | None = None, progress: Progress | None = None) -> dict[str, Any]:
+    """Continue a run from its latest checkpoint; from its start if it has none."""
+    directory = RunDirectory(path)
+    return directory.summary() if directory.finished else old_run(path, device=device, progress=progress).run()
+
+
+def new_run(
+    recipe: Recipe, path: str | Path, *, device: torch.device | None = None, progress: Progress | None = None
+) -> Trainer:
+    """Make a new directory for a recipe, and its trainer."""
+    directory = RunDirectory(path)
+    directory.check_new()
+    device = device or default_device()
+    trainer = Trainer(recipe, directory, device=device, progress=progress)
+    directory.create(recipe, describe_environment(device))  # after all that can go wrong
+    return trainer
+
+
+def old_run(path: str | Path, *, device: torch.device | None = None, progress: Progress | None = None) -> Trainer:
+    """Return a trainer that stands where an unfinished run was saved last."""
+    directory = RunDirectory(path)
+    trainer = Trainer(directory.recipe(), directory, device=device or default_device(), progress=progress)
+    if directory.last.exists():
+        trainer.load(directory.last)
+    directory.keep_epochs(trainer.epoch)
+    return trainer

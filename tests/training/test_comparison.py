@@ -1,0 +1,121 @@
+"""Several recipes and seeds: what is trained, in which order, and what is refused before."""
+
+from __future__ import annotations
+
+import signal
+import weakref
+
+import pytest
+import torch
+from digits_runs import CPU, SHORT, final_weights, last_checkpoint, numbers
+
+from cases import same
+from sparsam.runs.directory import RunDirectory
+from sparsam.training import Interrupted, RecipeError, Trainer
+from sparsam.training.comparison import compare_recipes
+from sparsam.training.launch import new_run
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """SGD and SAM, two seeds each, one run after the other."""
+    output = tmp_path_factory.mktemp("alone")
+    compare_recipes(["digits-sgd", "digits-sam"], 2, output, overrides=SHORT, device=CPU)
+    return output
+
+
+def assert_same_runs(output, others):
+    paths = sorted(others.iterdir())
+    assert paths
+    for path in paths:
+        one, other = RunDirectory(output / path.name), RunDirectory(path)
+        assert numbers(one.metrics()) == numbers(other.metrics())
+        assert same(final_weights(one.path), final_weights(other.path))
+
+
+def test_runs_side_by_side_are_those_of_runs_alone(tmp_path, alone):
+    compare_recipes(["digits-sgd", "digits-sam"], 2, tmp_path, overrides=SHORT, device=CPU, at_once=3)
+    assert_same_runs(alone, tmp_path)
+    summaries = [RunDirectory(path).summary() for path in tmp_path.iterdir()]
+    assert {summary["step_ms"] for summary in summaries} == {None}  # of no run alone
+
+
+def test_runs_side_by_side_are_all_saved_when_they_are_stopped(tmp_path, alone):
+    step, steps = Trainer._step, []
+
+    def stops(self, x, y):
+        steps.append(self)
+        if len(steps) == 7:
+            signal.raise_signal(signal.SIGTERM)
+        return step(self, x, y)
+
+    options = {"overrides": SHORT, "device": CPU, "at_once": 2}
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted, match="stopped in epoch 1 after batch"):
+        patch.setattr(Trainer, "_step", stops)
+        compare_recipes(["digits-sgd", "digits-sam"], 2, tmp_path, **options)
+    paths = sorted(tmp_path.iterdir())
+    assert len(paths) == 2  # the others were not begun
+    assert {last_checkpoint(path)["batch"] for path in paths} <= {3, 4}
+    compare_recipes(["digits-sgd", "digits-sam"], 2, tmp_path, **options)
+    assert_same_runs(alone, tmp_path)
+
+
+def test_a_run_is_gone_before_the_next_is_made(tmp_path, monkeypatch):
+    """Its memory would count in the next one's."""
+    made, alive = [], []
+
+    def making(*arguments, **options):
+        alive.append(sum(run() is not None for run in made))
+        run = new_run(*arguments, **options)
+        made.append(weakref.ref(run))
+        return run
+
+    monkeypatch.setattr("sparsam.training.comparison.new_run", making)
+    options = {"overrides": ["train.max_steps=1"], "device": CPU}
+    compare_recipes(["digits-sgd"], seeds=3, output=tmp_path, **options)
+    assert alive == [0, 0, 0]
+
+
+def test_an_error_names_the_recipe_and_the_seed(tmp_path, monkeypatch):
+    def fails(self, x, y):
+        raise RecipeError("something is wrong")
+
+    monkeypatch.setattr(Trainer, "_step", fails)
+    with pytest.raises(RecipeError, match=r"^digits-sgd, seed 0: something is wrong$"):
+        compare_recipes(["digits-sgd"], seeds=2, output=tmp_path, device=CPU)
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
+
+
+def test_what_is_refused_before_anything_is_trained(tmp_path):
+    def compare(*sources, overrides=(), at_once=1):
+        compare_recipes(sources, 1, tmp_path / "runs", overrides=overrides, device=CPU, at_once=at_once)
+
+    with pytest.raises(RecipeError, match=r"^mask\.cut has no meaning for any of the recipes; leave it out$"):
+        compare("digits-sgd", "digits-sam", overrides=["mask.cut=layer2"])
+    with pytest.raises(RecipeError, match=r"^unknown key train\.epoch; did you mean train\.epochs\?$"):
+        compare("digits-sgd", overrides=["train.epoch=2"])
+    with pytest.raises(RecipeError, match="two have the same"):
+        compare("digits-sgd", "digits-sgd")
+    four = write(tmp_path / "four.toml", 'extends = "digits-sgd"\ntrain.threads = 4\n')
+    with pytest.raises(RecipeError, match=r"^runs at once must agree in train\.threads"):
+        compare("digits-sgd", four, at_once=2)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_each_run_has_the_threads_of_its_recipe(tmp_path, monkeypatch):
+    """The machine's own number, 3 say, comes back after a recipe that asks for another one."""
+    threads = []
+    two = write(tmp_path / "two.toml", 'extends = "digits-sgd"\ntrain.threads = 2\n')
+    own = write(tmp_path / "own.toml", 'extends = "digits-sgd"\ntrain.threads = "none"\n')
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    monkeypatch.setattr(Trainer, "_step", lambda self, x, y: threads.append(torch.get_num_threads()) or torch.zeros(()))
+    try:
+        compare_recipes([two, own], 1, tmp_path / "runs", overrides=["train.max_steps=1"], device=CPU)
+    finally:
+        torch.set_num_threads(before)
+    assert threads == [2, 3]
