@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sparsam.passes import Closure, Passes
 from sparsam.replay.modules import parameters_before_by_order
-from sparsam.replay.proof import Outcome, difference, is_repeatable
+from sparsam.replay.proof import Outcome, difference, is_repeatable, matched
 from sparsam.replay.recording import Recording
 from sparsam.replay.replay import Path, Replay
 
@@ -89,70 +89,90 @@ class ReplayedPasses(Passes):
             recording = None  # and the graph that it holds
             self._keep_skipped()
             closure()
-        elif path.proven == 2:
-            self._replayed(closure, recording)
+        elif not self.replay.proves and path.proven == 0:
+            path.proven = 2
+            self._whole(closure)
+        elif path.proven == 0:
+            self._prove_first(closure, recording, path)
+        elif path.proven == 1:
+            self._prove_second(closure, recording, path)
         else:
-            self._keep_skipped()
-            self._prove(closure, recording, path, closure())
+            self._replayed(closure, recording)
 
-    def _replayed(self, closure: Closure, recording: Recording) -> None:
+    def _replayed(self, closure: Closure, recording: Recording) -> Any:
         try:
             with self.replay.second_pass(recording, self._keep_skipped):
-                closure()
+                return closure()
         except Exception as error:  # of replay or of the closure: a whole pass tells
-            self.replay.give_up(f"replay from {recording.cut!r} ended with {type(error).__name__}: {error}. {REMEDY}")
-            self._keep_skipped()
-            self._start_again()
-            closure()
+            self.replay.give_up(f"replay from {recording.cut!r} ended with {_shown(error)}. {REMEDY}")
+            return self._whole(closure)
 
-    def _prove(self, closure: Closure, recording: Recording, path: Path, loss: Any) -> None:
-        """Prove the next part of a path; the gradients are afterwards those of the whole pass that was just made.
+    def _prove_first(self, closure: Closure, recording: Recording, path: Path) -> None:
+        """Run a whole pass, and another that ends at the cut; compare loss and gradients of the suffix."""
+        model, prefix = self.replay.model, path.before.parameters
+        self._keep_skipped()
+        result = Outcome.of(model, closure())
 
-        First, that a pass may end at the cut; in the next step on this path, that one may start there.
-        """
-        model = self.replay.model
-        cut, but = recording.cut, set[str]()
-        result = whole = Outcome.of(model, loss)
-        rough = recording.autocast or _uses_tf32(model)
-        if path.proven == 0:
-            how, prefix = "a pass that ends at", path.before.parameters
-            but = {name for name, p in model.named_parameters() if p in prefix}
+        def shorter() -> Any:
+            with self.replay.first_pass(proof=True):
+                return closure()
 
-            def attempt() -> Any:
-                with self.replay.first_pass(proof=True):
-                    return closure()
-        else:
-            how = "a pass from"
-
-            def attempt() -> Any:
-                with self.replay.second_pass(recording, lambda: None):
-                    return closure()
-
-        if self.replay.distributed:  # gradients of this process alone are compared
-            whole = self._outcome(closure)
-        try:
-            other = self._outcome(attempt)
-            reason = difference(whole, other, rough=rough, but=but)
-            if reason:
-                again = self._outcome(closure)
-                if is_repeatable(whole, again, rough=rough):
-                    reason = difference(whole, other, rough=rough, but=but, noise=again)
-                else:
-                    reason = "two whole passes differ: random numbers that torch does not know?"
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
+        but = {name for name, p in model.named_parameters() if p in prefix}
+        reason = self._compare(closure, shorter, None if self.replay.distributed else result, recording, but)
         self.replay.recording = None
         result.put_back(model)
+        self._conclude(path, reason, f"a pass that ends at {recording.cut!r}")
+
+    def _prove_second(self, closure: Closure, recording: Recording, path: Path) -> None:
+        """Run a pass from the cut, and a whole one, whose gradients stay; compare loss and all gradients."""
+
+        def shorter() -> Any:
+            with self.replay.second_pass(recording, self._keep_skipped):
+                return closure()
+
+        reason = self._compare(closure, shorter, None, recording)
+        if self.replay.distributed:
+            self._whole(closure)  # this time with the other processes
+        self._conclude(path, reason, f"a pass from {recording.cut!r}")
+
+    def _compare(
+        self, closure: Closure, shorter: Closure, whole: Outcome | None, recording: Recording, but: Collection[str] = ()
+    ) -> str:
+        """Say in what a shorter pass differs from a whole one; nothing if it does not. The whole one is run last."""
+        model, rough, error = self.replay.model, recording.autocast or _uses_tf32(self.replay.model), ""
+        try:
+            self._start_again()
+            with self.replay.alone():
+                other = Outcome.of(model, shorter())
+        except Exception as exception:
+            error = _shown(exception)
+        if whole is None:
+            with self.replay.alone():
+                whole = Outcome.of(model, self._whole(closure))
+        if error:
+            return error
+        if but:
+            other = matched(whole, other, but)
+        reason = difference(whole, other, rough=rough, but=but)
         if reason:
-            self.replay.give_up(f"{how} {cut!r} is not equal to a whole one: {reason}. {REMEDY}")
+            with self.replay.alone():
+                again = Outcome.of(model, self._whole(closure))
+            if not is_repeatable(whole, again, rough=rough):
+                return "two whole passes differ: random numbers that torch does not know?"
+            reason = difference(whole, other, rough=rough, but=but, noise=again)
+        return reason
+
+    def _conclude(self, path: Path, reason: str, what: str) -> None:
+        if reason:
+            self.replay.give_up(f"{what} is not equal to a whole one: {reason}. {REMEDY}")
         else:
             path.proven += 1
 
-    def _outcome(self, run: Callable[[], Any]) -> Outcome:
-        """Run a pass once more, from where the second pass started."""
+    def _whole(self, closure: Closure) -> Any:
+        """Run a whole pass from where the second pass started."""
+        self._keep_skipped()
         self._start_again()
-        with self.replay.alone(), torch.enable_grad():
-            return Outcome.of(self.replay.model, run())
+        return closure()
 
     def _start_again(self) -> None:
         for buffers in self._buffers:
@@ -177,3 +197,8 @@ class ReplayedPasses(Passes):
 def _uses_tf32(model: nn.Module) -> bool:
     allowed = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
     return allowed and any(p.is_cuda for p in model.parameters())
+
+
+def _shown(error: Exception) -> str:
+    """Return an error's type and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

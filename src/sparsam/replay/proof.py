@@ -7,8 +7,9 @@ end with the same loss, gradients and random numbers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -79,6 +80,24 @@ def difference(
             if apart:
                 return f"its gradient of {name!r} is another one ({apart})"
     return ""
+
+
+def matched(whole: Outcome, other: Outcome, but: Collection[str]) -> Outcome:
+    """Return an outcome with gradients multiplied by the one factor that brings them closest to those of a whole pass.
+
+    A closure that clips gradients clips those of the suffix alone in a pass that ends at the cut. The perturbation
+    depends on their direction only.
+    """
+    pairs = [
+        (a.double().flatten(), b.double().flatten())
+        for name, a in whole.grads.items()
+        if name not in but and a is not None and (b := other.grads[name]) is not None
+    ]
+    length = sum(float(b.dot(b)) for _, b in pairs)
+    factor = sum(float(a.dot(b)) for a, b in pairs) / length if length else 1.0
+    if not 0 < factor < math.inf or abs(factor - 1) < 1e-6:
+        return other
+    return replace(other, grads={name: None if g is None else g * factor for name, g in other.grads.items()})
 
 
 def is_repeatable(one: Outcome, other: Outcome, *, rough: bool) -> bool:

@@ -70,7 +70,7 @@ class Replay:
     def __init__(self, model: nn.Module, cut: str) -> None:
         self.wrapper, self.model, self.cut = model, unwrap(model), cut
         self.recording: Recording | None = None
-        self.proves = True  # whether new paths are proven; a test of the proof itself switches it off
+        self.proves = True  # whether new paths are proven; tests of the other rules switch it off
         self._paths: dict[tuple[Any, ...], Path] = {}
         self._new: deque[int] = deque(maxlen=MAX_NEW_PATHS + 1)  # steps in which a path was new
         self._steps = 0
@@ -140,7 +140,7 @@ class Replay:
             called = {p for call in recording.calls for p in self.model.get_submodule(call.name).parameters()}
             before = frozenset(called | recording.between)
             after = any(p.requires_grad and p not in before for p in self.model.parameters())
-            path = self._paths[recording.path] = Path(Before(before, after), proven=0 if self.proves else 2)
+            path = self._paths[recording.path] = Path(Before(before, after))
             self._new.append(self._steps)
             if len(self._new) > MAX_NEW_PATHS and self._steps - self._new[0] < STEPS:
                 self._off = f"the model took more than {MAX_NEW_PATHS} new paths to {self.cut!r} in {STEPS} steps"
