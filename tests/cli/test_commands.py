@@ -143,7 +143,7 @@ REFUSED = [
     (["train"], "error: train needs either a recipe or --resume DIR"),
     (["train", "recipes/none.toml"], "error: there is no recipe at recipes/none.toml"),
     (["train", "recipes/digits-sam.toml", "--set", "sam.rho=-1"], "error: sam.rho must be a number >= 0, but is -1.0"),
-    (["train", "recipes/digits-sam.toml", "--device", "quantum"], "error: --device must be a device that is there"),
+    (["train", "recipes/digits-sam.toml", "--device", "quantum"], "error: --device must be a device of this machine"),
     (["train", "recipes/cifar10-resnet18-sam.toml", "--set", "data.root=nowhere", "-o", "{tmp}/x"], "error: cifar10 is not at"),
     (["train", "recipes/imagenet-resnet50-sgd.toml", "--set", "data.root=nowhere", "-o", "{tmp}/y"], "error: there is no folder nowhere"),
     (["train", "--resume", "{tmp}", "--model", "resnet18"], "--set, --model and --output do not go with it"),
