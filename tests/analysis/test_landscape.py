@@ -280,7 +280,7 @@ def test_losses_that_are_not_finite_are_gaps():
 def test_a_centre_that_is_not_finite_is_refused():
     t = task()
     with pytest.raises(
-        ValueError, match=r"loss at the model's own weights must be finite, but is nan: .* look at the data"
+        ValueError, match=r"loss at the model's own weights must be finite, but is nan: .* check the data"
     ):
         loss_landscape(t.model, F.cross_entropy, (t.x * math.nan, t.y))
     with torch.no_grad():

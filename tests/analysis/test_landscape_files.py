@@ -93,7 +93,7 @@ def test_another_setting_does_not_mix(tmp_path):
         ({"model": task(seed=1).model}, r"weights \w{16}, now \w{16}\."),
         ({"points": 4, "seed": 3}, r"points 5, now 4; seed 0, now 3\."),
     ]:
-        with pytest.raises(ValueError, match=rf"{re.escape(str(file))} holds .* does not mix .*: {difference}"):
+        with pytest.raises(ValueError, match=rf"{re.escape(str(file))} holds .* cannot be continued: {difference}"):
             landscape(**options)
     assert file.read_bytes() == before
 

@@ -221,10 +221,10 @@ def test_models_that_are_refused():
         (
             Writes(),
             x,
-            "model must leave its inputs as they are, but has written into them, so that each look would differ: "
-            "let it clone them, or begin with inplace=False",
+            "model must not write into its inputs, but did, so the next loss would differ: let it clone them, or "
+            "start with inplace=False",
         ),
-        (words, x.long(), "model must not change its weights when it is run, but '0' has a max_norm"),
+        (words, x.long(), "model must not change its weights in a forward pass, but '0' has a max_norm"),
         (nn.Linear(3, 2, dtype=torch.complex64), x, "model must have real weights, but some are complex"),
     ]:
         with pytest.raises(ValueError) as error:

@@ -55,7 +55,7 @@ def test_the_command_end_to_end(runs, tmp_path):
     assert Landscape.load(file).losses.tobytes() == marked.tobytes()
     before.save(file)
     done = invoke("landscape", runs / "sgd", *options, "--seed", 7, code=1)
-    assert "seed 0, now 7. Delete it to start anew (--overwrite does)" in " ".join(done.stderr.split())
+    assert "seed 0, now 7. Delete it to start anew, or use --overwrite" in " ".join(done.stderr.split())
     invoke("landscape", runs / "sgd", *options, "--overwrite", "--precision", "fp8", code=1)
     assert Landscape.load(file).settings["seed"] == 0
     invoke("landscape", runs / "sgd", *options, "--seed", 7, "--overwrite")
@@ -129,7 +129,9 @@ def test_ctrl_c_keeps_the_points_and_the_same_command_goes_on(runs, monkeypatch)
 
     monkeypatch.setattr(command, "load_objective", interrupted)
     handler = signal.getsignal(signal.SIGINT)
-    with pytest.raises(Interrupted, match="sam: stopped after 3 of 6 points, which are kept; the same command goes on"):
+    with pytest.raises(
+        Interrupted, match="sam: stopped after 3 of 6 points, which are saved; the same command continues"
+    ):
         command.measure(runs / "sam", **options, **settings)
     assert signal.getsignal(signal.SIGINT) is handler
     found = command.measure(runs / "sam", **options, **settings)

@@ -76,7 +76,7 @@ def test_the_first_image_comes_after_the_last(root):
 
 def test_samples_name_and_skip_corrupt_images(root):
     damage(root / "train" / "ant" / "0.png", "text")
-    with pytest.raises(ImageFolderError, match=r"0\.png cannot be decoded \(no image format that Pillow knows\)"):
+    with pytest.raises(ImageFolderError, match=r"0\.png cannot be decoded \(not an image format that Pillow knows\)"):
         loader(root).samples()[0]
     samples = loader(root, skip_corrupt=True).samples()
     with pytest.warns(UserWarning, match=r"0\.png"):

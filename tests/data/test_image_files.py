@@ -106,7 +106,7 @@ def test_a_class_only_in_val(root, extra, more):
     for name in extra:
         shutil.copytree(root / "val" / "ant", root / "val" / name)
     message = (
-        f"{root / 'val' / 'dog'}{more} without a counterpart in {root / 'train'}: the classes in val/ must be among those in "
+        f"{root / 'val' / 'dog'}{more} without a folder of that name in {root / 'train'}: the classes in val/ must be among those in "
         "train/"
     )
     with pytest.raises(ImageFolderError, match=f"^{re.escape(message)}$"):

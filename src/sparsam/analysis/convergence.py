@@ -1,12 +1,12 @@
-r"""SAM and SSAM under the conditions of the convergence theorems, beside the bounds.
+r"""SAM and SSAM under the conditions of the convergence theorems, and the bounds of the theorems.
 
 With :math:`\eta_t = \eta_0/\sqrt t` and :math:`\rho_t = \rho_0/\sqrt t`, the theorems bound
 
 .. math::  \frac1T \sum_{t=1}^T E\lVert\nabla f(w_t)\rVert^2 .
 
-Here E is the mean over seeds, which differ in the noise of the gradients and in the masks; all start at the same
-:math:`w_1`, and both gradients of a step have the same noise. docs/theorems.md has the theorems, what is wrong in their
-printed proofs, and the corrected ones.
+Here E is the mean over seeds. Seeds differ in the noise of the gradients and in the masks. All start at the same
+:math:`w_1`, and both gradients of a step have the same noise. docs/theorems.md has the theorems, the errors in their
+printed proofs, and corrected proofs.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ ZETA_2 = math.pi**2 / 6
 ZETA_3_2 = 2.612375348685488
 MASKS = ("dense", "random", "dynamic")
 INTERVAL = 25  # steps between two masks
-POINTS = 60  # about so many values of T are kept of a curve
-ROUNDING = 1e-9  # conditions that hold with equality may miss it by so much
+POINTS = 60  # values of T that are kept of a curve, at most
+ROUNDING = 1e-9  # by so much may conditions that hold with equality fail
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Method:
 
     @property
     def sparse(self) -> bool:
-        """Whether Theorem 2 is the one that speaks of it."""
+        """Whether Theorem 2 applies, and not Theorem 1."""
         return self.mask != "dense"
 
     def __str__(self) -> str:
@@ -146,12 +146,12 @@ class Method:
 
 
 def methods(sparsities: Iterable[float]) -> list[Method]:
-    """Return SAM, and SSAM with each kind of mask at each sparsity."""
+    """Return SAM, and SSAM with each mask at each sparsity."""
     return [Method(), *(Method(mask, s) for s in sparsities for mask in MASKS[1:])]
 
 
 def walk(problem: Problem, method: Method, bounds: Bounds, steps: int, seed: int) -> Tensor:
-    """Take so many steps; return the points w_1 to w_(steps + 1), a row each."""
+    """Take so many steps. Return the points w_1 to w_(steps + 1) as rows."""
     w = nn.Parameter(problem.start.clone())
     mask = method.build_mask(steps, seed)
     opt = SAM([w], torch.optim.SGD, rho=bounds.rho_0, mask=mask, lr=bounds.eta_0)
@@ -167,16 +167,16 @@ def walk(problem: Problem, method: Method, bounds: Bounds, steps: int, seed: int
 
 
 def _observe(problem: Problem, w: nn.Parameter, noise: Tensor) -> None:
-    """Be the closure of a step: the noise is the same in both passes."""
+    """Compute the observed gradient, as the closure of a step. The noise is the same in both passes."""
     w.grad = problem.observed(w.detach(), noise)
 
 
 @dataclass(frozen=True)
 class Curve:
-    """What a method did on a problem, over several seeds.
+    """The results of a method on a problem, over several seeds.
 
     Args:
-        method, bounds: What was run.
+        method, bounds: The method and its bounds.
         squares: The squared norm of the gradient at w_t, t = 1 to T; a row for each seed.
         decrease: f(w_1) - f(w_(t+1)), likewise.
     """
@@ -198,7 +198,7 @@ class Curve:
         return means
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what a figure and a table need: the curve at some values of T, the rest for all of them."""
+        """Return plain values for a figure and a table: the curve at some values of T, other numbers over all T."""
         T, means, decrease = self.T, self.running_means, self.decrease.mean(0)
         mean = means.mean(0)
         corrected = self.bounds.corrected(T, decrease)
@@ -228,9 +228,9 @@ def measure(
     Args:
         problem, method: What to run.
         steps: T.
-        seeds: One run each.
-        eta: :math:`\eta_0` as a share of 1/L, the most that the theorems allow.
-        rho: :math:`\rho_0` as a share of the most that the method's theorem allows.
+        seeds: One run for each.
+        eta: :math:`\eta_0` as a share of 1/L, the largest value that the theorems allow.
+        rho: :math:`\rho_0` as a share of the largest value that the theorem of the method allows.
     """
     eta_0 = eta / problem.L
     rho_0 = rho * largest_rho(problem.G, eta_0, sparse=method.sparse)
@@ -253,15 +253,15 @@ def measure_all(
     rho: float = 1.0,
     progress: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Run SAM and SSAM on problems; return plain values that can be kept in a file.
+    """Run SAM and SSAM on problems. Return plain values that can be kept in a file.
 
     Args:
-        problems: By name.
-        sparsities: Of the masks.
+        problems: The names of the problems.
+        sparsities: The sparsities of the masks.
         steps, eta, rho: See :func:`measure`.
-        seeds: How many; they are seed, seed + 1, ...
-        seed: The first.
-        progress: Is told what is being run.
+        seeds: The number of seeds; they are seed, seed + 1, ...
+        seed: The first seed.
+        progress: Called with the name of each run.
     """
     check_whole("seeds", seeds)
     check_whole("seed", seed, least=0)

@@ -1,7 +1,7 @@
-r"""Where a landscape looks: directions in the space of the weights, and the weights at a point of the plane they span.
+r"""Directions in the space of the weights, and the weights at a point of the plane that they span.
 
-A direction d is a list with one tensor for each trainable parameter, in the model's order, shared ones once. At the
-point (a, b) of a landscape the weights are
+A direction d is a list with one tensor for each trainable parameter, in the model's order; a shared parameter occurs
+once. At the point (a, b) of a landscape the weights are
 
 .. math::  w + a\, d_1 + b\, d_2 .
 
@@ -10,9 +10,9 @@ N(0, 1), then each filter i of each weight j is scaled to the length of the weig
 
 .. math::  d_{j,i} \leftarrow \frac{d_{j,i}}{\lVert d_{j,i} \rVert_2}\, \lVert w_{j,i} \rVert_2 ,
 
-so that networks whose weights are large are not looked at more closely than others. A filter is a slice along a
-weight's first dimension: what makes one channel of a convolution, one output of a linear layer. Biases and parameters
-of normalisation layers have no filters: their direction is zero.
+so that the scale of the weights does not matter. A filter is a slice along the first dimension of a weight: it makes
+one channel of a convolution, or one output of a linear layer. Biases and parameters of normalisation layers have no
+filters: their direction is zero.
 
 **Principal** directions are those in which checkpoints of a training differ most from w.
 """
@@ -42,10 +42,10 @@ RESOLUTION = 1e-7  # principal directions shorter than this share of the longest
 
 
 def random_directions(model: nn.Module, count: int, seed: int = 0) -> list[Direction]:
-    """Return random directions, normalised filter by filter to the lengths of the model's own filters.
+    """Return random directions, each filter scaled to the length of the model's own filter.
 
-    What is drawn depends on the seed and on the shapes alone: models of one architecture look in the same directions,
-    each in its own scale, on every device, and also where some of their layers are frozen.
+    The random numbers depend on the seed and on the shapes alone. So models of one architecture share their directions,
+    each in its own scale, on every device, also if some of their layers are frozen.
     """
     still = _without_filters(model)
     if all(name in still for name, p in model.named_parameters() if p.requires_grad):
@@ -79,31 +79,30 @@ def filter_normalised(direction: Tensor, weight: Tensor) -> Tensor:
 
 
 class Principal(NamedTuple):
-    """Principal directions, and where the checkpoints lie in them."""
+    """Principal directions, and the coordinates of the checkpoints."""
 
     directions: list[Direction]
     path: NDArray[np.float64]
     """The coordinates of the checkpoints, one row for each."""
     explained: list[float]
-    """Which share of the checkpoints' squared distance from w lies along each direction."""
+    """The share of the checkpoints' squared distance from w that lies along each direction."""
 
 
 def principal_directions(model: nn.Module, checkpoints: Sequence[Checkpoint], count: int) -> Principal:
     r"""Return the directions in which checkpoints differ most from the model's weights w.
 
-    They are the leading right singular vectors of the matrix with the rows :math:`w_t - w`. It is not centred at the
-    mean: the plane passes through w, which lies at its origin. Each is as long as the checkpoint that lies farthest
-    along it, and points to its side, so that [-1, 1] holds all checkpoints and the farthest one is at 1. Biases and
-    normalisation parameters take part, since training moves them too.
+    They are the leading right singular vectors of the matrix with the rows :math:`w_t - w`. The matrix is not centred
+    at the mean: the plane passes through w, its origin. A direction is scaled so that the checkpoint that lies farthest
+    along it is at 1; all others lie in [-1, 1]. Biases and normalisation parameters take part: training moves them too.
 
     Args:
         model: Its trainable parameters are w.
         checkpoints: State dicts, or files with one, or checkpoints of runs.
-        count: How many directions.
+        count: The number of directions.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     rows = torch.stack([_displacement(named, checkpoint, at) for at, checkpoint in enumerate(checkpoints, 1)])
-    # There are few checkpoints of many weights: the small matrix of their products has the same singular vectors.
+    # There are few checkpoints and many weights. The small matrix of products yields the same singular vectors.
     squares, vectors = (t.flip(-1) for t in torch.linalg.eigh(rows @ rows.T))
     rank = int((squares > RESOLUTION**2 * squares[0].clamp(min=torch.finfo(squares.dtype).tiny)).sum())
     if rank < count:
@@ -123,7 +122,7 @@ def principal_directions(model: nn.Module, checkpoints: Sequence[Checkpoint], co
 
 
 class Plane:
-    """Puts the weights of a point into the parameters themselves, and the old ones back, bit for bit.
+    """Writes the weights of a point into the parameters, and restores the old ones bit for bit.
 
     Parameters whose directions are all zero are not touched.
 
@@ -144,14 +143,14 @@ class Plane:
 
     @torch.no_grad()
     def move_to(self, at: Sequence[float]) -> None:
-        """Write w + a d1 + b d2, without waiting for the device."""
+        """Write w + a d1 + b d2, without a synchronisation."""
         for (tensors, copies), directions in zip(self._saved, self._directions, strict=True):
             torch._foreach_copy_(tensors, copies)
             for length, direction in zip(at, directions, strict=True):
                 torch._foreach_add_(tensors, direction, alpha=length)
 
     @torch.no_grad()
-    def back(self) -> None:
+    def restore(self) -> None:
         """Write w."""
         restore(self._saved)
 

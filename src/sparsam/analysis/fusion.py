@@ -1,13 +1,12 @@
-r"""Convolution, BatchNorm in eval mode, addition and ReLU as one step, for models that are run thousands of times.
+r"""Convolution, BatchNorm in eval mode, addition and ReLU in one kernel, for models that run thousands of times.
 
-BatchNorm with fixed statistics is a convolution's own scale and shift,
+BatchNorm with fixed statistics is a scale and a shift of the convolution,
 
 .. math::  W' = W\, \frac{\gamma}{\sqrt{\sigma^2 + \epsilon}}, \qquad
            b' = (b - \mu)\, \frac{\gamma}{\sqrt{\sigma^2 + \epsilon}} + \beta
 
-so it can be *folded* into the convolution, which leaves no BatchNorm to differentiate through. Where nothing is to be
-differentiated it can be *fused* as well: cuDNN adds the shift, a shortcut and the ReLU before anything is written to
-memory.
+so it can be *folded* into the convolution, and no BatchNorm is left to differentiate. Without derivatives it can also
+be *fused*: cuDNN adds the shift, a shortcut and the ReLU before anything is written to memory.
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ RELUS = (F.relu, torch.relu, "relu", "relu_")  # functions, and methods of tenso
 CHANNELS = 8  # tensor cores take multiples of 8: with 3, cuDNN falls back to kernels without tensor cores
 MIN_WIDTH = 32  # with 8 it takes slow ones: on an H200, 32 channels take less time, and windows the least
 POINTWISE = ((0, 0), (1, 1), 1)  # padding, dilation and groups of a convolution that is a matrix product
-SAME = 1e-4  # the relative difference of two losses in float32 that are the same function
-BF16 = 2e-2  # and of one in bf16
+SAME = 1e-4  # the largest relative difference of one loss computed in two ways, in float32
+BF16 = 2e-2  # the same in bf16
 
 
 def fastest(objective: Objective) -> FusedForward | None:
-    """Return a faster forward pass of an objective's model in bf16; None where there is none that computes the same.
+    """Return a faster forward pass of an objective's model in bf16; None if there is none that computes the same.
 
-    What it does not fuse runs as it is, so it is to be called under autocast.
+    Call it under autocast: what is not fused runs as before.
     """
     if objective.device.type != "cuda":
         return None  # the fused kernels are cuDNN's
     try:
         return checked(objective)
-    except Exception as error:  # what cannot be copied, traced, or run so: there is the model itself
+    except Exception as error:  # the model cannot be copied, traced or run so
         warnings.warn(f"convolutions are not fused, which takes longer: {error}", stacklevel=3)
         return None
 
@@ -54,8 +53,8 @@ def fastest(objective: Objective) -> FusedForward | None:
 def checked(objective: Objective) -> FusedForward | None:
     """Return a fused forward pass in bf16, if there is something to fuse and the first batch has the same loss.
 
-    That is seen in float32, sharply, since a trace does not show that `x += h` changes an x that is used again; and in
-    bf16, with cuDNN's fused kernels.
+    The loss is compared in float32, sharply, since a trace does not show that `x += h` changes an x that is used again,
+    and in bf16 with cuDNN's fused kernels.
     """
     part, device = next(objective.parts()), objective.device.type
     exact, fast = (FusedForward(objective.model, dtype) for dtype in (torch.float32, torch.bfloat16))
@@ -69,11 +68,11 @@ def checked(objective: Objective) -> FusedForward | None:
 
 
 class FusedForward:
-    """x -> what a model in eval mode returns for it, with the model's own weights at the time of the last refresh.
+    """The forward pass of a model in eval mode, with the weights that it had at the last refresh.
 
     Args:
-        model: Any module; nothing of it changes.
-        dtype: For the convolutions that are fused.
+        model: Any module. It does not change.
+        dtype: The type of the fused convolutions.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
@@ -83,11 +82,11 @@ class FusedForward:
         self.refresh()
 
     def __call__(self, x: Any) -> Any:
-        """Run it."""
+        """Return the outputs of the model."""
         return self.module(x)
 
     def prepare(self, x: Any) -> Any:
-        """Return inputs as the first convolution wants them, to be made once for many runs; unless others read them."""
+        """Return inputs in the form of the first convolution, once for many runs; unchanged if others read them too."""
         return x if self.first is None else self.first.prepare(x)
 
     def refresh(self) -> None:
@@ -97,38 +96,38 @@ class FusedForward:
 
 
 class Folded(nn.Module):
-    """A convolution and what follows it, differentiable in the weights that the model has at the time of the call.
+    """A convolution and what follows it, differentiable in the weights of the model.
 
     Args:
-        convolution: Of the model.
-        norm: The BatchNorm behind it.
+        convolution: A layer of the model.
+        norm: The BatchNorm after it.
         relu: Whether a ReLU follows.
     """
 
     def __init__(self, convolution: nn.Conv2d, norm: nn.BatchNorm2d, *, relu: bool) -> None:
         super().__init__()
-        self.parts, self.relu = (convolution, norm), relu  # in a tuple: the model's, not of this one
+        self.parts, self.relu = (convolution, norm), relu  # in a tuple: not sub-modules of this one
         self.how: Any = (convolution.stride, convolution.padding, convolution.dilation, convolution.groups)
 
     def forward(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
-        """Return relu(norm(convolution(x)) + shortcut), as far as these are there."""
+        """Return relu(norm(convolution(x)) + shortcut), without what is absent."""
         weight, bias = _fold(*self.parts, _inverse_deviation(self.parts[1]))
         return self.after(F.conv2d(x, weight, bias, *self.how), shortcut)
 
     def after(self, h: Tensor, shortcut: Tensor | None) -> Tensor:
-        """Return relu(h + shortcut), as far as these are there."""
+        """Return relu(h + shortcut), without what is absent."""
         h = h if shortcut is None else h + shortcut
         return F.relu(h) if self.relu else h
 
 
 class Fused(Folded):
-    """The same, fast, with the weights at the time of the last refresh and without derivatives.
+    """The same, faster: with the weights of the last refresh, and without derivatives.
 
     Args:
-        convolution: Of the model.
-        norm: The BatchNorm behind it, whose running statistics are to stay.
+        convolution: A layer of the model.
+        norm: The BatchNorm after it. Its running statistics must not change.
         relu: Whether a ReLU follows.
-        dtype: To compute in.
+        dtype: The type to compute in.
     """
 
     def __init__(self, convolution: nn.Conv2d, norm: nn.BatchNorm2d, *, relu: bool, dtype: torch.dtype) -> None:
@@ -138,7 +137,7 @@ class Fused(Folded):
         narrow = convolution.groups == 1 and inputs % CHANNELS
         self.windows: Callable[[Tensor], Tensor] | None = None
         if narrow and convolution.weight[0].numel() <= MIN_WIDTH and convolution.dilation == (1, 1):
-            # All that an output sees as the channels of its pixel: as many as padding would give, but a matrix product.
+            # The window of each output as the channels of a pixel: as wide as with padding, but a matrix product.
             self.windows = partial(_windows, kernel=kernel, stride=stride, padding=padding)
             inputs, kernel, self.how = convolution.weight[0].numel(), [1, 1], ((1, 1), *POINTWISE)
         width = max(MIN_WIDTH, -(-inputs // CHANNELS) * CHANNELS) if narrow else inputs
@@ -157,22 +156,22 @@ class Fused(Folded):
         self.bias.copy_(bias)
 
     def forward(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
-        """Return relu(norm(convolution(x)) + shortcut), as far as these are there."""
+        """Return relu(norm(convolution(x)) + shortcut), without what is absent."""
         x = self.prepare(x)
         if self.relu and self.cudnn:
             if shortcut is None:
                 return torch.cudnn_convolution_relu(x, self.weight, self.bias, *self.how)
-            # torch keeps cuDNN's plans without the shortcut's shape: one for a whole shortcut would read beyond the
-            # end of one that is to be broadcast.
+            # torch caches cuDNN's plans without the shape of the shortcut. A plan for a whole shortcut would read
+            # beyond the end of one that is to be broadcast.
             if shortcut.shape == self.shape(x):
                 shortcut = shortcut.to(self.dtype).contiguous(memory_format=torch.channels_last)
                 return torch.cudnn_convolution_add_relu(x, self.weight, shortcut, 1.0, self.bias, *self.how)
         with torch.autocast(x.device.type, enabled=False):
-            if self.pointwise:  # a matrix product, which can add the shift on its way
+            if self.pointwise:  # a matrix product, which adds the shift too
                 down, across = self.how[0]
                 pixels = x.permute(0, 2, 3, 1)
                 if (down, across) != (1, 1):
-                    # A strided copy is faster of 16 bytes than of 2; prepared inputs have a multiple of eight channels.
+                    # A strided copy is faster with 16 bytes than with 2. Prepared inputs have 8 n channels.
                     shape = (*pixels.shape[:3], x.shape[1] * x.itemsize // 16)
                     wide = pixels.flatten().view(torch.complex128).view(shape)
                     pixels = wide[:, ::down, ::across].contiguous().view(self.dtype)
@@ -182,7 +181,7 @@ class Fused(Folded):
         return self.after(h, shortcut)
 
     def prepare(self, x: Tensor) -> Tensor:
-        """Return x in the type and order that are fast, and wider or as windows; one that is so already as it is."""
+        """Return x in a fast type and memory format, widened or as windows. A prepared x stays as it is."""
         if self.windows is not None and x.shape[1] < self.weight.shape[1]:
             x = self.windows(x.to(self.dtype))
         x = x.to(self.dtype).contiguous(memory_format=torch.channels_last)  # first, while it has few channels
@@ -197,14 +196,14 @@ class Fused(Folded):
 
 
 def _windows(x: Tensor, *, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> Tensor:
-    """Return for each place of a window what is in it, as channels; F.unfold does so image by image on a GPU."""
+    """Return the content of each window as channels. On a GPU F.unfold would do it image by image."""
     above, beside = padding
     windows = F.pad(x, (beside, beside, above, above)).unfold(2, kernel[0], stride[0]).unfold(3, kernel[1], stride[1])
     return windows.permute(0, 2, 3, 1, 4, 5).flatten(3).permute(0, 3, 1, 2)
 
 
 def _first(module: nn.Module) -> Fused | None:
-    """Return the part that alone reads the inputs of a fused module, if there is one."""
+    """Return the only part that reads the inputs of a fused module, if there is one."""
     if not isinstance(module, fx.GraphModule):
         return None
     inputs = next(node for node in module.graph.nodes if node.op == "placeholder")
@@ -221,7 +220,7 @@ def _inverse_deviation(norm: nn.BatchNorm2d) -> Tensor:
 
 
 def _fold(convolution: nn.Conv2d, norm: nn.BatchNorm2d, inverse_deviation: Tensor) -> tuple[Tensor, Tensor]:
-    """Return W' and b', differentiable; torch's own function returns parameters that are cut off from the graph."""
+    """Return W' and b', differentiable. torch's own function returns parameters that are detached from the graph."""
     mean: Any = norm.running_mean
     mean = mean if convolution.bias is None else mean - convolution.bias
     scale = inverse_deviation if norm.weight is None else norm.weight * inverse_deviation
@@ -232,15 +231,15 @@ def _fold(convolution: nn.Conv2d, norm: nn.BatchNorm2d, inverse_deviation: Tenso
 def traced_and_folded(model: nn.Module) -> tuple[nn.Module, nn.Module] | None:
     """Return two modules that compute what a model in eval mode does: as it does, and with :class:`Folded` parts.
 
-    Both run the model's own modules, whatever weights and buffers these hold at the time; what else the model's code
-    reads, such as a number among its attributes, is that of now. None where there is nothing to fold.
+    Both run the model's own modules, with the weights and buffers that these hold at the time. Other attributes of the
+    model, such as numbers, keep their present values. The result is None if there is nothing to fold.
 
     Args:
-        model: Nothing of it changes.
+        model: Any module. It does not change.
     """
     found = _traced(model)
     if found is None or any(node.op == "get_attr" for node in found[1].nodes):
-        return None  # what the model reads without a module would be that of now
+        return None  # attributes that are read without a module would keep their present values
     traced = fx.GraphModule(model, copy.deepcopy(found[1]))
     folded = _replaced(model, found[1], Folded)
     return (traced, folded) if folded and any(isinstance(part, Folded) for part in folded.modules()) else None
@@ -250,17 +249,17 @@ def fused(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Return a module that computes what a model does in eval mode, with :class:`Fused` parts; or the model itself.
 
     Args:
-        model: Nothing of it changes: a copy is traced and run, which shares its weights.
-        dtype: For the convolutions that are fused.
+        model: Any module. It does not change: a copy that shares its weights is traced and run.
+        dtype: The type of the fused convolutions.
     """
     traced = _traced(model)
     return (traced and _replaced(*traced, partial(Fused, dtype=dtype))) or model
 
 
 def _traced(model: nn.Module) -> tuple[nn.Module, fx.Graph] | None:
-    """Return a copy of a model, in eval mode and with the same weights, and what it does."""
+    """Return a copy of a model in eval mode, which shares its weights, and its graph."""
     if any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules()):
-        return None  # what they do is lost in a trace
+        return None  # a trace would lose them
     twin = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())}).eval()
     defaults = {a.name: a.default for a in inspect.signature(model.forward).parameters.values()}
     known = {name: value for name, value in defaults.items() if value is None or type(value) in (bool, int, float, str)}
@@ -268,7 +267,7 @@ def _traced(model: nn.Module) -> tuple[nn.Module, fx.Graph] | None:
 
 
 def _replaced(model: nn.Module, graph: fx.Graph, part: Callable[..., Folded]) -> fx.GraphModule | None:
-    """Return what runs a model's modules as a graph says, with parts in the places of chains; None if it cannot be."""
+    """Return a module that runs a graph with parts in place of chains; None if that is impossible."""
     result = fx.GraphModule(model, graph)
     modules = dict(result.named_modules())
     for node in list(graph.nodes):
@@ -285,13 +284,13 @@ def _replaced(model: nn.Module, graph: fx.Graph, part: Callable[..., Folded]) ->
         for old in reversed(chain):
             graph.erase_node(old)
     if any(_in_place(node, modules) for node in graph.nodes):
-        return None  # a convolution may read its input later now than it did
+        return None  # a convolution may now read its input after it was overwritten
     result.recompile()
     return result
 
 
 def _chain(norm: fx.Node, modules: dict[str, nn.Module]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Return convolution, norm[, addition][, ReLU] around a BatchNorm, and what is added; nothing where they differ."""
+    """Return convolution, norm[, addition][, ReLU] around a BatchNorm, and what is added. Both may be empty."""
     convolution = norm.args[0] if norm.args and _is(norm, modules, nn.BatchNorm2d) else None
     if not isinstance(convolution, fx.Node) or not _is(convolution, modules, nn.Conv2d) or len(convolution.users) > 1:
         return [], []
@@ -312,13 +311,13 @@ def _chain(norm: fx.Node, modules: dict[str, nn.Module]) -> tuple[list[fx.Node],
     return [convolution, norm], []
 
 
-def _is(node: fx.Node, modules: dict[str, nn.Module], *kinds: Any) -> bool:
+def _is(node: fx.Node, modules: dict[str, nn.Module], *targets: Any) -> bool:
     """Tell whether a node calls one of these functions, or a module of exactly one of these classes."""
-    return (type(modules[str(node.target)]) if node.op == "call_module" else node.target) in kinds
+    return (type(modules[str(node.target)]) if node.op == "call_module" else node.target) in targets
 
 
 def _in_place(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
-    """Tell whether a node writes, or may write, into what others read too."""
+    """Tell whether a node may write into a tensor that others read."""
     source = next(iter(node.args), None)
     if isinstance(source, fx.Node) and _is(source, modules, *FRESH) and len(source.users) == 1:
         return False
@@ -333,7 +332,7 @@ def _in_place(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
 
 
 FRESH = (Folded, Fused, nn.Linear, nn.Conv2d, nn.BatchNorm2d, operator.add, operator.mul, torch.add, torch.mul)
-"""Whose outputs share no memory with anything."""
+"""Their outputs share no memory with anything."""
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:

@@ -22,15 +22,15 @@ from sparsam.errors import UserValueError
 from sparsam.perturbation import perturb, restore
 from sparsam.selection import Selection
 
-LOW, HIGH = -12.0, 8.0  # beyond, a weight is counted in the outermost bin
+LOW, HIGH = -12.0, 8.0  # values beyond are counted in the outermost bin
 
 
 @dataclass(frozen=True)
 class GradientDifference:
     """Histograms of r, for all weights together under "" and for every layer.
 
-    A weight whose two gradients are equal has r = -inf and is counted in the lowest bin; one whose gradient is zero,
-    but not SAM's, has r = inf and is counted in the highest.
+    If the two gradients of a weight are equal, r is -inf, and the weight is counted in the lowest bin. If only SAM's
+    gradient is not zero, r is inf, and the weight is counted in the highest bin.
     """
 
     edges: list[float]
@@ -49,12 +49,12 @@ class GradientDifference:
 def gradient_difference(
     objective: Objective, rho: float = 0.1, *, bins: int = 200, mask: Selection | None = None, adaptive: bool = False
 ) -> GradientDifference:
-    """Measure the distribution of r over all weights and batches; nothing but counts leaves the device.
+    """Measure the distribution of r over all weights and batches. Only counts leave the device.
 
     Args:
-        objective: The loss as a function of the weights, which come back bit for bit. Each of its batches counts alone.
+        objective: The loss as a function of the weights, which are restored bit for bit. Each batch counts by itself.
         rho: The radius of SAM's perturbation.
-        bins: Of the histogram, between r = -12 and r = 8.
+        bins: The number of bins of the histogram, between r = -12 and r = 8.
         mask: Which weights are perturbed; None: all.
         adaptive: ASAM's perturbation.
     """
@@ -91,7 +91,7 @@ def gradient_difference(
 
 
 def _row(sam: Tensor, sgd: Tensor, bins: int) -> Tensor:
-    """Count, on the device: gradients that are not finite, r below 0, and r in each bin."""
+    """Count on the device: gradients that are not finite, r below 0, and r in each bin."""
     difference = (sam - sgd).double().abs()
     r = (difference / sgd.double().abs()).log().where(difference > 0, -torch.inf)
     infinite = (~torch.isfinite(difference)).sum()

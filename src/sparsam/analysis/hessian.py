@@ -2,8 +2,8 @@ r"""The curvature of the loss: the largest eigenvalues of its Hessian, the densi
 
 .. math::  H = \nabla^2 f(w), \qquad H v_i = \lambda_i v_i, \qquad \lambda_1 \ge \lambda_2 \ge \dots \ge \lambda_n
 
-for the trainable weights, shared ones once, over all samples and with BatchNorm in eval mode, as
-:class:`~sparsam.analysis.objective.Objective` has it. H is known by its products only, one or some hundreds of them.
+for the trainable weights (a shared weight counts once), over all samples and with BatchNorm in eval mode, as in
+:class:`~sparsam.analysis.objective.Objective`. H is never formed: a few hundred products with it are enough.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ Progress = Callable[[int, int, float], object]
 """Called after each product: products so far, products at most, seconds left at most."""
 
 GIB = 2**30
-WORKING = 4  # vectors beside V: the remainder, and in a product its sum and a batch's first and second derivative
-TOLERANCES = {"fp32": 1e-4, "tf32": 3e-3}  # rounding to three digits leaves one to two thousandths, or more
-FURTHER = {"fp32": 1.0, "tf32": 0.7}  # how far the search goes, for float32 then sees what TF32 has rounded
-EIGENVALUES, DENSITY = 0, 1  # whose random numbers
+WORKING = 4  # vectors besides V: the remainder, and for a product its sum and the two derivatives of a batch
+TOLERANCES = {"fp32": 1e-4, "tf32": 3e-3}  # rounding to three digits leaves 1e-3 to 2e-3, or more
+FURTHER = {"fp32": 1.0, "tf32": 0.7}  # the search goes so far: float32 then measures what TF32 has rounded
+EIGENVALUES, DENSITY = 0, 1  # two streams of random numbers
 
 
 @dataclass(frozen=True)
 class Eigenvalues:
-    r"""The largest eigenvalues, and how far to trust them.
+    r"""The largest eigenvalues, and how accurate they are.
 
-    Each value is :math:`v^\top H v` and each residual :math:`\lVert H v - \lambda v \rVert` of a unit vector v, both
-    measured with a product of their own after the search: H has an eigenvalue within the residual of the value.
+    For a unit vector v, a value is :math:`v^\top H v` and its residual :math:`\lVert H v - \lambda v \rVert`. Both are
+    measured with one more product after the search. H has an eigenvalue within the residual of the value.
 
     Attributes:
         values: The largest first.
         residuals: In the same order.
         vectors: The unit vectors v, as rows of a matrix: all trainable weights, one parameter after the other.
-        products: How many it took.
+        products: The number of products used.
         converged: Whether each residual is at most the tolerance times the largest absolute eigenvalue found.
     """
 
@@ -60,11 +60,11 @@ class Eigenvalues:
 
     @property
     def ratio(self) -> float | None:
-        """λ1/λ5; None where there is no λ5 above 0."""
+        """λ1/λ5; None if there is no positive λ5."""
         return self.values[0] / self.values[4] if len(self.values) > 4 and self.values[4] > 0 else None
 
     def directions(self, objective: Objective) -> list[Direction]:
-        """Return the vectors with one tensor for each parameter of their objective, as a landscape takes them."""
+        """Return the vectors as directions of a landscape, with one tensor for each parameter."""
         return [unflatten(v, objective.params) for v in self.vectors]
 
 
@@ -105,10 +105,10 @@ class Density:
         return float(self.size * found.std(ddof=1) / len(found) ** 0.5) if len(found) > 1 else None
 
     def curve(self, grid: Array | None = None, width: float | None = None) -> tuple[Array, Array]:
-        """Return points and the density there, every node widened to a normal distribution.
+        """Return points and the density there. Every node becomes a normal distribution.
 
         Args:
-            grid: The points; default: 2000 over all nodes, and beyond as far as the curve is not 0.
+            grid: The points; default: 2000 over all nodes, and as far beyond as the curve is not 0.
             width: The standard deviation; default: 0.5 % of the range of the nodes.
         """
         low, high = self.range
@@ -120,7 +120,7 @@ class Density:
 
     @property
     def range(self) -> tuple[float, float]:
-        """The smallest and the largest node: about those of the eigenvalues, never beyond."""
+        """The smallest and the largest node. They lie within the range of the eigenvalues, close to its ends."""
         held = self.nodes[self.weights > 0]
         return float(held.min()), float(held.max())
 
@@ -149,23 +149,23 @@ def top_eigenvalues(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Eigenvalues:
-    """Find the k largest eigenvalues by Lanczos' method, all vectors kept orthogonal.
+    """Find the k largest eigenvalues by the Lanczos method, with full orthogonalisation.
 
-    It ends when the residuals are small, or when the products are used up. It keeps 4 k + 20 vectors, or as many as the
-    memory holds, and restarts from the best of them; with fewer it takes more products. An eigenvalue that occurs
-    several times, exactly, may be found only once.
+    The search ends when the residuals are small, or when the products are used up. It keeps 4 k + 20 vectors, or as
+    many as fit into memory, and restarts from the best of them. With fewer vectors it takes more products. A multiple
+    eigenvalue may be found only once.
 
     Args:
-        objective: The loss as a function of the weights; nothing of it changes.
-        k: How many.
-        products: The most that it may take, k of them for the residuals at the end.
+        objective: The loss as a function of the weights. It does not change.
+        k: The number of eigenvalues.
+        products: The largest number of products, k of them for the residuals at the end.
         tolerance: The largest residual, in units of the largest absolute eigenvalue; default: 1e-4, or 3e-3 for "tf32".
-            An eigenvalue's error is of the order of its residual's square. In float32, rounding leaves about 1e-6 and
-            less is never reached; in TF32 1e-3 to 3e-2, most where the loss is small.
-        precision: "fp32", or "tf32" to search with products that a GPU rounds to three digits, and computes faster.
-            Values and residuals are measured in float32 all the same.
-        memory_limit: For vectors, in GiB; what a product itself takes for activations comes on top.
-        seed: Where the random first vector starts.
+            The error of an eigenvalue is of the order of its squared residual. Rounding leaves residuals of about 1e-6
+            in float32 and of 1e-3 to 3e-2 in TF32, more if the loss is small.
+        precision: "fp32", or "tf32" to search with faster products, which a GPU rounds to three digits. Values and
+            residuals are always measured in float32.
+        memory_limit: GiB for vectors. The activations of a product come on top.
+        seed: The seed of the first vector.
         progress: Called after each product.
 
     >>> data = torch.eye(2), torch.zeros(2, 1)
@@ -211,23 +211,23 @@ def spectral_density(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Density:
-    r"""Estimate the density of the eigenvalues from Lanczos' quadrature at random vectors of signs.
+    r"""Estimate the density of the eigenvalues by Lanczos quadrature from random sign vectors.
 
-    With the k largest eigenvalues known, only the others are estimated, in the space that is orthogonal to the known
+    If the k largest eigenvalues are known, only the others are estimated, in the space that is orthogonal to the known
     vectors Q:
 
     .. math::  \mathrm{tr}(H) = \mathrm{tr}(Q H Q^\top) + \mathrm{tr}\big((1 - Q^\top Q)\, H\, (1 - Q^\top Q)\big)
 
-    which holds for any orthonormal Q, and takes the largest part of the noise away (Meyer et al. 2021, Hutch++).
+    which holds for any orthonormal Q, and removes most of the noise (Meyer et al. 2021, Hutch++).
 
     Args:
-        objective: The loss as a function of the weights; nothing of it changes.
-        probes: How many random vectors: the noise goes down with their root.
-        steps: Of each, a product a step: twice as many resolve details half as wide.
-        known: What :func:`top_eigenvalues` has found, of the same objective.
-        precision: "fp32", or "tf32", whose rounding is far below what few probes leave uncertain.
-        memory_limit: For vectors, in GiB; what a product itself takes for activations comes on top.
-        seed: Where the random vectors start.
+        objective: The loss as a function of the weights. It does not change.
+        probes: The number of random vectors. The noise falls with its square root.
+        steps: Lanczos steps for each vector, one product each. Twice as many resolve details half as wide.
+        known: The result of :func:`top_eigenvalues` for the same objective.
+        precision: "fp32", or "tf32": its rounding is far below the noise of a few probes.
+        memory_limit: GiB for vectors. The activations of a product come on top.
+        seed: The seed of the random vectors.
         progress: Called after each product.
     """
     check_objective(objective)
@@ -239,7 +239,7 @@ def spectral_density(
         raise UserValueError(f"known must be of the same objective, of {n:,} weights, but is of {deflated.shape[1]:,}")
     steps = density_steps(objective, steps, k=k, memory_limit=memory_limit)
     timer, shape = _Timer(probes * steps, progress), (probes, k + steps)
-    nodes, weights = np.zeros(shape), np.zeros(shape)  # 0 is the weight of what is missing where a space ends early
+    nodes, weights = np.zeros(shape), np.zeros(shape)  # a space that ends early leaves nodes of weight 0
     if known:
         nodes[:, :k], weights[:, :k] = known.values, 1 / n
     _check_loss(objective)
@@ -255,14 +255,14 @@ def spectral_density(
 
 
 def search_vectors(objective: Objective, k: int, *, products: int, memory_limit: float) -> int:
-    """Return how many vectors :func:`top_eigenvalues` searches with at once; refuse what cannot be done."""
+    """Return the number of vectors that :func:`top_eigenvalues` keeps. Refuse impossible settings."""
     n = weights_of(objective)
     check_whole("k", k)
     if k > n:
         raise UserValueError(f"k must be at most the number of trainable weights, {n}, but is {k}")
     check_whole("products", products, least=2 * k, allowed="a whole number >= 2 k = {least}")
     wanted, held = min(n, products - k, 4 * k + 20), _vectors_in(memory_limit, objective) - k
-    least = min(wanted, 2 * k + 2)  # with fewer, a restart would keep nearly all of them
+    least = min(wanted, 2 * k + 2)  # with fewer, a restart would keep nearly all vectors
     if held < least:
         raise UserValueError(
             f"memory_limit must hold {least} vectors for k={k} eigenvalues of {n:,} weights and {k + WORKING} to work "
@@ -272,7 +272,7 @@ def search_vectors(objective: Objective, k: int, *, products: int, memory_limit:
 
 
 def density_steps(objective: Objective, steps: int, *, k: int = 0, memory_limit: float) -> int:
-    """Return how many steps :func:`spectral_density` takes from each probe; refuse more than the memory holds."""
+    """Return the number of steps of :func:`spectral_density`. Refuse more than fit into the memory."""
     check_whole("steps", steps)
     n, held = weights_of(objective), _vectors_in(memory_limit, objective) - 2 * k
     steps = min(steps, n - k)
@@ -288,9 +288,9 @@ def density_steps(objective: Objective, steps: int, *, k: int = 0, memory_limit:
 def memory_needed(
     objective: Objective, *, k: int = 5, products: int = 100, steps: int = 60, memory_limit: float = 4.0
 ) -> int:
-    """Return the bytes that the vectors of both functions take at most, the density with `known`; or refuse as they do.
+    """Return the bytes that the vectors of both functions take at most, the density with `known`.
 
-    The activations and their derivatives in a product come on top.
+    Activations come on top. Settings that those functions refuse are refused here too.
     """
     search = search_vectors(objective, k, products=products, memory_limit=memory_limit) + k
     density = density_steps(objective, steps, k=k, memory_limit=memory_limit) + 2 * k
@@ -319,7 +319,7 @@ class _Timer:
 def _check_loss(objective: Objective) -> None:
     loss = objective.loss().item()
     if not math.isfinite(loss):
-        raise UserValueError(f"the loss over the data must be finite to have a curvature, but is {loss}")
+        raise UserValueError(f"the loss over the data must be finite, but is {loss}")
 
 
 def _product(objective: Objective, precision: str) -> Callable[[Tensor], Tensor]:
@@ -331,7 +331,7 @@ def _product(objective: Objective, precision: str) -> Callable[[Tensor], Tensor]
 
 
 def _measured(product: Callable[[Tensor], Tensor], v: Tensor, timer: _Timer) -> tuple[float, float]:
-    """Return the value and the residual of a vector."""
+    """Return the value and the residual of a vector, from one product."""
     w = product(v)
     square = (v * v).sum(dtype=torch.float64)
     value = (v * w).sum(dtype=torch.float64) / square
@@ -346,8 +346,7 @@ def _dtype(objective: Objective) -> torch.dtype:
     wrong = dtypes - {torch.float32, torch.float64}
     if wrong:
         raise UserValueError(
-            f"the weights must be float32 or float64 to have a Hessian worth the name, but some are "
-            f"{wrong.pop()}: look at model.float()"
+            f"the weights must be float32 or float64 for a Hessian, but some are {wrong.pop()}: use model.float()"
         )
     return torch.float64 if torch.float64 in dtypes else torch.float32
 

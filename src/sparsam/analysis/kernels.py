@@ -1,4 +1,4 @@
-"""Which of torch's kernels second derivatives are computed with."""
+"""Which of torch's kernels compute second derivatives."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def kernels(precision: str = "ieee") -> Iterator[None]:
     """Choose how a GPU rounds in convolutions and matrix products.
 
     Args:
-        precision: "ieee", or "tf32", torch's default for convolutions, which leaves three digits: H v is not linear in
-            v beyond them.
+        precision: "ieee", or "tf32", torch's default for convolutions. TF32 keeps three digits, so H v is linear in v
+            to three digits only.
     """
     cudnn: Any = torch.backends.cudnn
     backends = [cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul]
@@ -33,7 +33,7 @@ def kernels(precision: str = "ieee") -> Iterator[None]:
 
 @contextmanager
 def twice_differentiable(model: nn.Module) -> Iterator[None]:
-    """Run a model without what has no second derivative: compiled code, and fused attention."""
+    """Run a model without compiled code and fused attention, which have no second derivative."""
     compiled = any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in model.modules())
     with torch.compiler.set_stance("force_eager") if compiled else nullcontext(), sdpa_kernel(SDPBackend.MATH):
         yield

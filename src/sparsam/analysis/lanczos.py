@@ -1,4 +1,4 @@
-r"""The Lanczos method on flat vectors: a symmetric matrix A, known only by its products, seen in a small space.
+r"""The Lanczos method on flat vectors: a symmetric matrix A, known by its products only, projected to a small space.
 
 After m steps there are orthonormal vectors, the rows of V, and a small symmetric T with
 
@@ -8,8 +8,8 @@ An eigenpair :math:`T s = \theta s` gives the Ritz pair :math:`(\theta, V^\top s
 :math:`|c^\top s|`. T is tridiagonal and :math:`c = \beta e_m`, until a restart keeps some Ritz vectors only (thick
 restart, Wu and Simon 2000): then T is their diagonal with an arrow, and c what couples them to u.
 
-Every new vector is made orthogonal to all before it, twice. Without that, eigenvalues which have converged come again
-and again as ghosts. One step is one product, four products with V, and one wait for the device.
+Every new vector is made orthogonal to all before it, twice. Otherwise converged eigenvalues would appear again and
+again, as ghosts. One step is one product with A, four products with V, and one synchronisation.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from torch import Tensor
 from sparsam.errors import UserValueError
 
 Product = Callable[[Tensor], Tensor]
-"""v -> A v for symmetric A, on flat vectors: a new tensor, which is written into."""
+"""v -> A v for symmetric A, on flat vectors. It returns a new tensor, which the method overwrites."""
 
 Array = NDArray[np.float64]
 
-ENDED = 100  # a remainder below so many machine epsilons of ‖A‖ is rounding: the space is invariant
-COLUMNS = 1 << 17  # of V, rotated at a time in a restart
+ENDED = 100  # a remainder below so many machine epsilons of ‖A‖ is rounding error: the space is invariant
+COLUMNS = 1 << 17  # columns of V that a restart rotates at a time
 
 
 class Ritz(NamedTuple):
-    """Ritz values, the largest first, their residuals, their coordinates in V as columns, and which are recent."""
+    """Ritz values from the largest on, their residuals, their coordinates in V (columns), and which are recent."""
 
     values: Array
     residuals: Array
@@ -43,12 +43,12 @@ class Ritz(NamedTuple):
 
 
 class Krylov:
-    """The space that a product and a first vector span, one vector more with each step.
+    """A Krylov space. Each step adds one vector.
 
     Args:
-        start: The first vector, of any length but zero. Its dtype and device are those of V.
-        vectors: The most that V is to hold.
-        tolerance: A remainder below it, in units of ‖A‖, counts as none; less than rounding is none anyway.
+        start: The first vector, of any length but zero. V has its dtype and device.
+        vectors: The largest number of vectors in V.
+        tolerance: A remainder below it, in units of ‖A‖, counts as zero, as does one below rounding error.
     """
 
     def __init__(self, start: Tensor, vectors: int, tolerance: float = 0.0) -> None:
@@ -57,12 +57,12 @@ class Krylov:
         self.size = 0  # vectors whose product is known
         self.ended = False  # the space is invariant: there is no next vector
         self.coupling: Array = np.zeros(0)  # c
-        self.recent = 0  # where the part begins that was started last; c is zero before
+        self.recent = 0  # where the part of the latest start vector begins; c is zero before it
         self._next, self._length = start, float(_norm(start))
         self._scale, self._least = 0.0, max(tolerance, ENDED * torch.finfo(start.dtype).eps)
 
     def step(self, product: Product) -> None:
-        """Take in the next vector and its product."""
+        """Add the next vector and its product."""
         j = self.size
         v = torch.mul(self._next, 1 / self._length, out=self.basis[j])
         self.projected[j, :j] = self.projected[:j, j] = self.coupling
@@ -79,14 +79,14 @@ class Krylov:
         self.coupling = np.zeros(self.size)
         self.coupling[j] = 0.0 if self.ended else beta
 
-    def go_on(self, start: Tensor) -> None:
-        """Go on from another vector where the space has ended: what is left of it outside of V is the next one."""
+    def continue_from(self, start: Tensor) -> None:
+        """Continue a space that has ended, from the part of another vector that is orthogonal to V."""
         self._next = start.clone()
         self._orthogonalise(self._next, self.size)
         self._length, self.ended, self.recent = float(_norm(self._next)), False, self.size
 
     def ritz(self) -> Ritz:
-        """Return the Ritz pairs of what was started last and of what was before, which is separate from it."""
+        """Return the Ritz pairs. The part of the latest start vector is separate from what was before."""
         values, coordinates = np.zeros(self.size), np.zeros((self.size, self.size))
         for part in (slice(0, self.recent), slice(self.recent, self.size)):
             values[part], coordinates[part, part] = np.linalg.eigh(self.projected[part, part])
@@ -96,7 +96,7 @@ class Krylov:
         return Ritz(values[order], residuals[order], coordinates[:, order], recent[order])
 
     def restart(self, keep: int) -> None:
-        """Keep the Ritz vectors of the largest values, and of V nothing else."""
+        """Keep the Ritz vectors of the largest values only."""
         ritz = self.ritz()
         chosen = np.argsort(ritz.recent[:keep], kind="stable")  # V holds what is recent last
         coordinates = ritz.coordinates[:, chosen]
@@ -123,12 +123,12 @@ def lanczos(
     deflated: Tensor | None = None,
     on_step: Callable[[], Any] = lambda: None,
 ) -> Krylov:
-    """Take so many steps, or fewer where the space ends before.
+    """Take so many steps, or fewer if the space ends before.
 
     Args:
         product: v -> A v, for symmetric A.
         start: The first vector.
-        steps: And vectors of V.
+        steps: The number of steps, and of vectors in V.
         deflated: Orthonormal vectors, as rows. Only the space that is orthogonal to them is searched. They are the
             first vectors of V.
         on_step: Called after each step.
@@ -143,7 +143,7 @@ def lanczos(
     if deflated is not None:
         space.basis[:kept] = deflated
         space.size, space.coupling = kept, np.zeros(kept)
-        space.go_on(start)
+        space.continue_from(start)
     while space.size < len(space.basis) and not space.ended:
         space.step(product)
         on_step()
@@ -151,7 +151,7 @@ def lanczos(
 
 
 def quadrature(space: Krylov) -> tuple[Array, Array]:
-    r"""Return the nodes and weights of Gauss' quadrature that belong to the vector v with which the space started.
+    r"""Return the nodes and weights of the Gauss quadrature for the start vector v.
 
     .. math::  v^\top p(A)\, v = \sum_i \omega_i\, p(\theta_i), \qquad \omega_i = s_{1i}^2, \quad \lVert v \rVert = 1
 
@@ -176,17 +176,17 @@ def largest(
     tolerance: float,
     on_step: Callable[[], Any] = lambda: None,
 ) -> Krylov:
-    """Take steps until the k largest Ritz values have settled, with restarts where V is full.
+    """Take steps until the k largest Ritz values have converged. Restart when V is full.
 
-    An eigenvalue that occurs several times is one to a single start. Where the space ends, and only there, it goes on
-    from another one, until what that finds is no longer among the k largest.
+    A single start vector finds a multiple eigenvalue once. When the space ends, and only then, the search goes on from
+    another start vector, until that finds nothing among the k largest.
 
     Args:
         product: v -> A v, for symmetric A.
         start: Returns a new random vector with each call.
-        k: How many.
-        steps: The most to be taken.
-        vectors: The most that V is to hold, more than k + 1 or all there are.
+        k: The number of values.
+        steps: The largest number of steps.
+        vectors: The largest number of vectors in V, more than k + 1 unless that is all.
         tolerance: The largest residual, in units of the largest absolute Ritz value.
         on_step: Called after each step.
     """
@@ -199,7 +199,7 @@ def largest(
         if _settled(space, k, tolerance):
             break
         if space.ended:
-            space.go_on(start())
+            space.continue_from(start())
     return space
 
 

@@ -4,7 +4,7 @@ r"""The loss along one direction, or over the plane of two, around the weights o
 
 with f the mean loss over fixed samples, in eval mode, as :class:`~sparsam.analysis.objective.Objective` computes it,
 and directions as in :mod:`sparsam.analysis.directions`. Data, weights, directions and losses stay on the model's
-device. Between the points it is waited for only when those finished so far are saved.
+device. The host waits for it only when finished points are saved.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ from sparsam.runs.files import RunError, replace_file
 
 PRECISIONS = ("fp32", "bf16")
 BATCH = 1000
-FUSED_BATCH = 5000  # small images for fused kernels, which are computed faster than launched for fewer
+FUSED_BATCH = 5000  # small images; fused kernels compute fewer of them faster than they are launched
 LARGE_GPU = 40 * 2**30  # bytes; from here on twice as many fit
 SMALL = 3 * 32 * 32  # values of an image
-AGREEMENT = {"fp32": 1e-4, "bf16": 1e-2}  # of two computations of one loss that may differ by rounding
+AGREEMENT = {"fp32": 1e-4, "bf16": 1e-2}  # relative difference of one loss computed twice, by rounding
 
 
 @dataclass(frozen=True)
 class Landscape:
-    """Losses on a grid, and all that a figure says about them."""
+    """Losses on a grid, and all that a figure needs to know about them."""
 
     losses: NDArray[np.float64]
-    """Of shape (points,), or (points, points): rows are b, columns a. NaN where the loss is, and where unfinished."""
+    """Of shape (points,), or (points, points) with rows b and columns a. NaN where unfinished, or where the loss is."""
     axis: NDArray[np.float64]
     """The values of a, and of b."""
     centre: float
     """The loss at a = b = 0, which a grid with an even number of points does not hold."""
     finished: int
-    """How many points are finished, row by row."""
+    """The number of finished points, counted row by row."""
     settings: dict[str, Any]
-    """What must be equal for points to belong to one landscape."""
+    """What must be equal for two points to belong to one landscape."""
     path: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 2)))
-    """Where the checkpoints behind principal directions lie."""
+    """The coordinates of the checkpoints that principal directions come from."""
     explained: list[float] = field(default_factory=list)
-    """Which share of the checkpoints' squared distance from w lies along each axis."""
+    """The share of the checkpoints' squared distance from w that lies along each axis."""
     about: dict[str, Any] = field(default_factory=dict)
-    """Whatever the caller wants to be remembered, such as the name of the run."""
+    """What the caller wants to be kept, such as the name of the run."""
 
     @property
     def complete(self) -> bool:
@@ -69,17 +69,17 @@ class Landscape:
 
     @property
     def gaps(self) -> int:
-        """How many of the finished points have no finite loss."""
+        """The number of finished points without a finite loss."""
         return self.finished - int(np.isfinite(self.losses.ravel()[: self.finished]).sum())
 
     @property
     def median(self) -> float:
-        """The loss that half of the finite ones lie below; unlike the mean, it is not that of a few far corners."""
+        """The median of the finite losses. Unlike the mean, it does not depend on a few far corners."""
         finite = self.losses[np.isfinite(self.losses)]
         return float(np.median(finite)) if len(finite) else math.nan
 
     def save(self, file: str | Path) -> None:
-        """Write it to an npz file: after a crash at any moment there is either the old one or the new one."""
+        """Write it to an npz file. After a crash at any moment there is either the old file or the new one."""
         words = json.dumps({"settings": self.settings, "explained": self.explained, "about": self.about})
         arrays: dict[str, Any] = {"losses": self.losses, "axis": self.axis, "path": self.path}
         numbers: dict[str, Any] = {"centre": self.centre, "finished": self.finished}
@@ -118,29 +118,29 @@ def loss_landscape(
     about: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Landscape:
-    """Return the loss around a model's weights; the model is afterwards what it was, whatever happens.
+    """Return the loss around a model's weights. Afterwards the model is as it was before, also after an error.
 
     Args:
-        model: Any module. Frozen parameters stay where they are, shared ones move once.
+        model: Any module. Frozen parameters do not move, a shared parameter moves once.
         loss_fn: `loss_fn(outputs, targets)`, the mean over the batch, or one loss for each sample.
         data: A pair of tensors (inputs, targets), or batches of such pairs.
         dimensions: 1 or 2.
-        points: How many on each axis.
+        points: The number of points on each axis.
         range: Each axis goes from -range to range.
-        directions: "random" (filter-normalised), "pca" (of checkpoints), or as many directions as there are dimensions:
-            Hessian eigenvectors, say.
+        directions: "random" (filter-normalised), "pca" (of checkpoints), or a list of directions, one for each
+            dimension, such as eigenvectors of the Hessian.
         checkpoints: For "pca": state dicts, files with one, or checkpoints of runs.
-        seed: Of random directions. Models of one architecture look in the same directions if they have the same seed.
-        precision: "fp32" computes as the weights are, "bf16" under autocast and, on a GPU, with kernels that do several
-            things at once (:mod:`sparsam.analysis.fusion`).
-        batch_size: How a pair of tensors is cut into batches; default: 1000. Unless it is given, batches of small
-            images are joined where convolutions are fused, to 5000 or, on a large GPU, 10,000.
-        file: An npz file for the finished points. If it is there already, the grid goes on from it, or, with other
-            settings or weights, is refused.
-        overwrite: Begin anew whatever the file holds; it does so until points of the new grid are saved.
-        save_every: Seconds between two savings.
-        about: To be kept with the losses.
-        progress: Called with the numbers of finished and of all points. It may raise, to stop.
+        seed: The seed of random directions. Models of one architecture share their directions if they share the seed.
+        precision: "fp32" computes in the type of the weights, "bf16" under autocast and, on a GPU, with fused kernels
+            (:mod:`sparsam.analysis.fusion`).
+        batch_size: The size of the batches into which a pair of tensors is split; default: 1000. By default, fused
+            kernels get larger batches of small images: 5000, or 10,000 on a large GPU.
+        file: An npz file for the finished points. If it exists, the grid is continued from it; one with other settings
+            or weights is refused.
+        overwrite: Start anew. The file keeps its content until points of the new grid are saved.
+        save_every: Seconds between two writes of the file.
+        about: What to keep with the losses.
+        progress: Called with the number of finished points and of all points. It may raise, to stop.
 
     >>> model = nn.Linear(3, 1, bias=False)
     >>> found = loss_landscape(model, nn.functional.mse_loss, (torch.ones(4, 3), torch.ones(4, 1)), points=5)
@@ -150,12 +150,12 @@ def loss_landscape(
     _check(dimensions, points, range, directions, checkpoints, seed, precision)
     dimensions, points, seed = int(dimensions), int(points), int(seed)
     objective = Objective(model, loss_fn, data, batch_size=BATCH if batch_size is None else batch_size)
-    # Autocast would go on using the weights of the first point, which it has converted and kept.
+    # Without its cache: autocast would keep the converted weights of the first point.
     autocast = torch.autocast(objective.device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False)
     with torch.no_grad(), autocast:
         forward = fastest(objective) if precision == "bf16" else None
         if forward is not None and all(_values(x) <= SMALL for x, _ in objective.batches):
-            # Once for all points; of large images it would take too much memory.
+            # Once for all points. Large images would take too much memory.
             batches = [(forward.prepare(x), y) for x, y in objective.batches]
             batches = joined(batches, fused_batch(objective.device)) if batch_size is None else batches
             objective = Objective(model, loss_fn, batches)
@@ -178,7 +178,7 @@ def loss_landscape(
             "device": objective.device.type,
             "weights": _fingerprint([*model.parameters(), *model.buffers()]),
         }
-        kept: dict[str, Any] = json.loads(json.dumps(dict(about or {})))  # what cannot be saved fails before the work
+        kept: dict[str, Any] = json.loads(json.dumps(dict(about or {})))  # what cannot be saved fails here, at once
         axis = np.linspace(-range, range, points)
         shape = (points,) * dimensions
         new = Landscape(np.full(shape, np.nan), axis, centre, 0, settings, path, explained, kept)
@@ -186,7 +186,7 @@ def loss_landscape(
         values = torch.from_numpy(old.losses.ravel().copy()).to(objective.device)
         grid = _Grid(new, old.finished, values, None if file is None else Path(file), save_every, progress)
         if not old.complete:
-            # b, the row, is the slower one; a point is (a, b).
+            # Row by row: b changes slowly, a fast. A point is (a, b).
             coordinates = [at[::-1] for at in product(axis.tolist(), repeat=dimensions)]
             plane = Plane(objective.params, chosen)
             try:
@@ -196,24 +196,24 @@ def loss_landscape(
                         forward.refresh()
                     values[i].copy_(objective.loss(forward))
                     grid.point_done()
-            except BaseException:  # Ctrl-C too: what is finished is kept
+            except BaseException:  # also for Ctrl-C, finished points are kept
                 if grid.finished > old.finished:
-                    with contextlib.suppress(Exception):  # a device that failed has nothing to tell
+                    with contextlib.suppress(Exception):  # a device that failed has no results
                         grid.save()
                 raise
             finally:
-                plane.back()
+                plane.restore()
         return grid.save()
 
 
 def fused_batch(device: torch.device) -> int:
-    """Return how many small images are computed at a time where convolutions are fused."""
+    """Return the batch size for small images and fused convolutions."""
     large = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory > LARGE_GPU
     return 2 * FUSED_BATCH if large else FUSED_BATCH
 
 
 def joined(batches: Sequence[tuple[Any, Any]], size: int) -> list[tuple[Any, Any]]:
-    """Return batches of so many samples, at least as large as the given ones; these, where they cannot be joined."""
+    """Join batches to larger ones of `size` samples. Return them unchanged if their shapes do not fit together."""
     if not all(isinstance(t, Tensor) and t.dim() for batch in batches for t in batch):
         return list(batches)
     if any(len(x) != len(y) for x, y in batches) or len({(x.shape[1:], y.shape[1:]) for x, y in batches}) > 1:
@@ -223,12 +223,12 @@ def joined(batches: Sequence[tuple[Any, Any]], size: int) -> list[tuple[Any, Any
 
 
 def _values(x: Any) -> float:
-    """Return how many values a sample has; too many where it is not a tensor."""
+    """Return the number of values in a sample; infinite if it is not a tensor."""
     return x[0].numel() if isinstance(x, Tensor) and x.dim() else math.inf
 
 
 class _Grid:
-    """Counts the finished points, tells of them and saves them."""
+    """Counts the finished points, reports them and saves them."""
 
     def __init__(
         self,
@@ -242,30 +242,30 @@ class _Grid:
         self.landscape, self.finished, self.values = landscape, finished, values
         self.file, self.save_every, self.progress = file, save_every, progress
         self.last = time.monotonic()
-        self._tell()
+        self._report()
 
     def point_done(self) -> None:
         self.finished += 1
-        self._tell()
+        self._report()
         if self.file is not None and time.monotonic() - self.last > self.save_every:
             self.save()
             self.last = time.monotonic()
 
     def save(self) -> Landscape:
         losses = self.values.cpu().numpy().reshape(self.landscape.losses.shape).copy()
-        losses.ravel()[self.finished :] = np.nan  # one that was begun may have been written in part
+        losses.ravel()[self.finished :] = np.nan  # an interrupted point may be written in part
         result = replace(self.landscape, losses=losses, finished=self.finished)
         if self.file is not None:
             result.save(self.file)
         return result
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         if self.progress is not None:
             self.progress(self.finished, self.values.numel())
 
 
 def _unfinished(file: str | Path | None, new: Landscape) -> Landscape:
-    """Return what the file holds of the new landscape, which is nothing if there is no file."""
+    """Return the finished points in the file, or the new landscape if there is no file."""
     if file is None or not Path(file).exists():
         return new
     old = Landscape.load(file)
@@ -278,8 +278,8 @@ def _unfinished(file: str | Path | None, new: Landscape) -> Landscape:
         differences = [f"loss at the centre {old.centre:g}, now {new.centre:g} (other data, or another loss function)"]
     if differences:
         raise UserValueError(
-            f"{file} holds a landscape of other settings, which does not mix with this one: {'; '.join(differences)}. "
-            f"Delete it to start anew (--overwrite does)"
+            f"{file} holds a landscape with other settings, which cannot be continued: {'; '.join(differences)}. "
+            f"Delete it to start anew, or use --overwrite"
         )
     return old
 
@@ -333,11 +333,11 @@ def _check(
 def _blame(model: nn.Module) -> str:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     broken = [name for name, t in tensors if not t.isfinite().all()]
-    return f"{broken[0]} has NaN or infinite values" if broken else "the weights are finite, so look at the data"
+    return f"{broken[0]} has NaN or infinite values" if broken else "the weights are finite, so check the data"
 
 
 def _fingerprint(tensors: Iterable[Tensor]) -> str:
-    """Return a short text that differs where a bit of the tensors does."""
+    """Return a short hash of all bits of the tensors."""
     digest = hashlib.sha256()
     for t in tensors:
         digest.update(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

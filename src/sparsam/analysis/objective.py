@@ -1,9 +1,9 @@
-r"""A loss over a fixed set of samples, as a function of the weights: what every tool in this folder looks at.
+r"""A loss over a fixed set of samples, as a function of the weights. Every tool in this folder works on one.
 
 .. math::  f(w) = \frac{1}{N} \sum_b n_b\, \ell(\text{model}_w(x_b), y_b)
 
-over batches b of :math:`n_b` samples, N in all, so that batches of unequal size count by their samples. The model is in
-eval mode while it is looked at (BatchNorm uses its running statistics, dropout is off), and comes back as it was.
+over batches b of :math:`n_b` samples, N in all, so that batches of unequal size count by their samples. The model runs
+in eval mode (BatchNorm uses its running statistics, dropout is off). Afterwards it is as it was before.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Objective:
     """The mean loss of a model over data that stays on the model's device.
 
     Args:
-        model: Any module. Its trainable parameters, shared ones once, are the weights w. Only weights and buffers may
-            change while it is looked at.
+        model: Any module. Its trainable parameters are the weights w; a shared parameter counts once. As long as the
+            objective is used, nothing of the model may change but weights and buffers.
         loss_fn: `loss_fn(outputs, targets)`, the mean over the batch, or one loss for each sample.
         data: A pair of tensors (inputs, targets), or batches of such pairs: a DataLoader, a list.
-        batch_size: How a pair of tensors is cut into batches.
+        batch_size: The size of the batches into which a pair of tensors is split.
 
     >>> data = torch.ones(4, 2), torch.zeros(4, 1)
     >>> objective = Objective(nn.Linear(2, 1, bias=False), nn.functional.mse_loss, data)
@@ -54,7 +54,7 @@ class Objective:
         self.device = self.params[0].device
         self.batches: list[tuple[Any, Any]] = []
         self.sizes: list[int] = []
-        with fork_rng({self.device}):  # which a loader that shuffles draws
+        with fork_rng({self.device}):  # a loader that shuffles draws some
             for batch in _batches(data, batch_size):
                 x, y = tree_map_only(Tensor, lambda t: t.to(self.device), _pair(batch))
                 size = next(len(t) for t in tensors_in(x) if t.dim())
@@ -72,10 +72,10 @@ class Objective:
             yield Objective(self.model, self.loss_fn, [batch])
 
     def loss(self, forward: Callable[[Any], Any] | None = None) -> Tensor:
-        """Return f(w) as a float64 tensor on the device, without waiting for it.
+        """Return f(w) as a float64 tensor on the device, without a synchronisation.
 
         Args:
-            forward: What computes the outputs in place of the model.
+            forward: Computes the outputs in place of the model.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         with eval_mode(self.model), torch.no_grad():
@@ -84,7 +84,7 @@ class Objective:
         return total
 
     def gradient(self) -> list[Tensor]:
-        """Return the gradient of f at w; where a parameter is not used, zeros."""
+        """Return the gradient of f at w. It is zero for parameters that are not used."""
         total = [torch.zeros_like(p) for p in self.params]
         with eval_mode(self.model), torch.enable_grad():
             for x, y, share in self._weighted():
@@ -110,14 +110,14 @@ class Objective:
         loss = self.loss_fn((forward or self.model)(x), y)
         if before != [t._version for t in tensors_in(x) if not t.is_inference()]:
             raise UserValueError(
-                "model must leave its inputs as they are, but has written into them, so that each look would differ: "
-                "let it clone them, or begin with inplace=False"
+                "model must not write into its inputs, but did, so the next loss would differ: let it clone them, or "
+                "start with inplace=False"
             )
         return loss.mean() if loss.dim() else loss
 
 
 def check_objective(objective: object) -> None:
-    """Refuse a bare model: what is looked at needs a loss and data too."""
+    """Refuse anything but an objective, such as a bare model."""
     if not isinstance(objective, Objective):
         given = type(objective).__name__
         raise UserTypeError(f"objective must be an Objective(model, loss_fn, data), but is a {given}")
@@ -134,7 +134,7 @@ def _check(model: nn.Module, params: Sequence[Tensor]) -> None:
     embeddings = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     writing = [name for name, m in embeddings if m.max_norm is not None]
     if writing:
-        raise UserValueError(f"model must not change its weights when it is run, but {writing[0]!r} has a max_norm")
+        raise UserValueError(f"model must not change its weights in a forward pass, but {writing[0]!r} has a max_norm")
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:
@@ -147,7 +147,7 @@ def _pair(batch: Any) -> tuple[Any, Any]:
 
 
 def is_pair(data: object) -> TypeGuard[tuple[Tensor, Tensor]]:
-    """Tell whether data is a pair of tensors, which an objective cuts into batches."""
+    """Tell whether data is a pair of tensors, which an objective splits into batches."""
     return isinstance(data, (tuple, list)) and len(data) == 2 and all(isinstance(t, Tensor) for t in data)
 
 

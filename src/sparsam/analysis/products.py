@@ -2,12 +2,13 @@ r"""Hessian products over one batch.
 
 .. math::  H v = \frac{d}{dt}\, \nabla \ell(w + t v) \Big|_{t = 0} = \nabla (\nabla \ell \cdot v)
 
-The first form differentiates the gradient in forward mode, the second in reverse mode. Both are exact and take as many
-operations, but torch's kernels for the backward pass of a convolution's backward pass are slow on a GPU, and the first
-form takes many small ones for a BatchNorm, unless it is folded into the convolution before it
-(:mod:`sparsam.analysis.fusion`; benchmarks/looking.py times all three). So the first serves, folded or else as it is,
-where it agrees with the second in the first batch; there are modules without a forward mode, and some whose forward
-mode is not that of the gradient (what runs under `no_grad`, padded embeddings).
+The first form differentiates the gradient in forward mode, the second in reverse mode. Both are exact and take the same
+number of operations. On a GPU reverse mode is slow, as torch's kernels for the double backward of a convolution are.
+Forward mode launches many small kernels for a BatchNorm, unless that is folded into the convolution before it
+(:mod:`sparsam.analysis.fusion`; benchmarks/looking.py times all three).
+
+So forward mode is used, folded if possible, if it agrees with reverse mode on the first batch. Some modules have no
+forward mode. For others it differs from the derivative of the gradient: code under `no_grad`, padded embeddings.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from sparsam.analysis.fusion import traced_and_folded
 from sparsam.analysis.kernels import kernels
 from sparsam.randomness import fork_rng, random_generator
 
-# ‖difference‖ / ‖H v‖ of the two forms by rounding, at most: of one model, and where BatchNorm is folded, so that some
-# activations come to lie on the other side of a ReLU's kink, which in float32 changes H v by about 1e-3.
+# The largest ‖difference‖ / ‖H v‖ of the two forms that rounding explains: for the model itself, and folded. Folding
+# moves some activations across the kink of a ReLU, which in float32 changes H v by about 1e-3.
 AGREEMENT = {torch.float64: (1e-8, 1e-8)}
-ELSE = (1e-3, 3e-2)
+OTHER_AGREEMENT = (1e-3, 3e-2)
 
 Loss = Callable[[Any, Any, nn.Module | None], Tensor]
 
@@ -38,15 +39,15 @@ class HessianProduct:
     """v -> H v of a scalar loss.
 
     Args:
-        model: The module whose weights they are, in the mode in which it is looked at.
-        loss: `loss(x, y, module)`, which runs a module in place of the model; None: the model itself.
+        model: The module that holds the weights, in eval mode when it is called.
+        loss: `loss(x, y, module)`. It runs the module in place of the model; None: the model itself.
         params: The weights w.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, params: Sequence[Tensor]) -> None:
         self.model, self.loss, self.params = model, loss, list(params)
         self.forward_mode: bool | None = None
-        """Whether products are computed in forward mode; None: the first batch will tell."""
+        """Whether products are computed in forward mode; None: decided with the first batch."""
         self.folded: nn.Module | None = None
         """What forward mode runs in place of the model; None: the model itself."""
 
@@ -62,7 +63,7 @@ class HessianProduct:
         return self._reverse(x, y, vector)
 
     def _choose(self, x: Any, y: Any) -> bool:
-        """Tell whether forward mode, folded or else as it is, computes what reverse mode does, for a random vector."""
+        """Tell whether forward mode, folded or not, agrees with reverse mode for a random vector."""
         for module in self.model.modules():
             if isinstance(module, torch.jit.ScriptModule):
                 return False  # loses tangents once it has specialised itself
@@ -72,30 +73,30 @@ class HessianProduct:
         vector = [torch.randn(p.shape, generator=generator).to(p) for p in self.params]
         with kernels():
             with fork_rng({p.device for p in self.params}):
-                modules = _folded(self.model)  # first, since what a model keeps of a run may not be copied
+                modules = _folded(self.model)  # before any run: a model may keep tensors that cannot be copied
                 reverse = self._reverse(x, y, vector)
 
             def near(module: nn.Module | None, limit: float) -> bool:
                 self.folded = module
                 return self._distance(x, y, vector, reverse) <= limit
 
-            sharp, blurred = AGREEMENT.get(self.params[0].dtype, ELSE)
+            sharp, blurred = AGREEMENT.get(self.params[0].dtype, OTHER_AGREEMENT)
             if modules is not None:
                 traced, folded = modules
-                # A trace rounds as the model does, so whether it is the same function shows sharply.
+                # A trace rounds as the model does, so a sharp limit tells whether it is the same function.
                 if near(traced, sharp) and near(folded, blurred):
                     return True
             return near(None, sharp)
 
     def _distance(self, x: Any, y: Any, vector: list[Tensor], reverse: list[Tensor]) -> float:
-        """Return the relative distance of the products in forward and in reverse mode, infinite if there is none."""
+        """Return the relative distance of the products in forward and reverse mode; infinite if forward mode fails."""
         try:
             with fork_rng({p.device for p in self.params}):
                 forward = self._forward(x, y, vector)
         except torch.OutOfMemoryError:
             if self.folded is None:
                 raise
-            forward = None  # a trace has lost the checkpoints that save the model memory
+            forward = None  # a trace does not checkpoint activations as the model may do
         except Exception:
             forward = None
         if forward is None:
@@ -125,7 +126,7 @@ class HessianProduct:
                 found = torch.autograd.grad(loss, [*duals, *self.params], allow_unused=True)
             grads, others = found[: len(duals)], found[len(duals) :]
             if any(g is not None for g in others):
-                return None  # the loss reaches the weights also by another way, on which they have no tangent
+                return None  # the loss also depends on the weights on another path, without tangents
             tangents = [g if g is None else forward_ad.unpack_dual(g).tangent for g in grads]  # type: ignore[no-untyped-call]
         if all(t is None for t in tangents):
             return None
@@ -148,7 +149,7 @@ def _folded(model: nn.Module) -> tuple[nn.Module, nn.Module] | None:
 
 
 def _duals(params: Sequence[Tensor], vector: Sequence[Tensor]) -> list[Tensor]:
-    """Return the values of parameters, as leaves of their own, with tangents."""
+    """Return new leaves with the values of the parameters and with tangents."""
     with warnings.catch_warnings():  # on first use torch compiles formulas, with its own, old compiler
         warnings.simplefilter("ignore", DeprecationWarning)
         return [
@@ -159,9 +160,9 @@ def _duals(params: Sequence[Tensor], vector: Sequence[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def _swapped(model: nn.Module, new: dict[Tensor, Tensor]) -> Iterator[None]:
-    """Put other tensors in the places of parameters.
+    """Replace parameters by other tensors.
 
-    torch.func.functional_call leaves them there in a module that the model holds under two names.
+    torch.func.functional_call does not restore a module that the model holds under two names.
     """
     places = [
         (module._parameters, name, p)

@@ -34,11 +34,11 @@ def load_objective(
 
     Args:
         run: The directory of a run.
-        samples: How many images; at most all.
-        batch_size: How many of them at a time.
-        best: The best epoch's weights in place of the last.
-        data_root: Where the data is, if it is no longer where the run had it.
-        device: Where to; default: the CPU.
+        samples: The number of images; at most all are taken.
+        batch_size: The number of images in a batch.
+        best: Take the weights of the best epoch, not of the last.
+        data_root: Where the data is now, if it has moved since the run.
+        device: Where the objective is computed; default: the CPU.
     """
     directory = RunDirectory(run)
     recipe, device = directory.recipe(), device or torch.device("cpu")
@@ -55,13 +55,13 @@ def load_objective(
 
 
 def run_mask(run: str | Path, objective: Objective) -> Selection | None:
-    """Return which weights of the objective the run perturbed last; None if it perturbed all, or none."""
+    """Return which weights of the objective the run perturbed in its last step; None if all or none."""
     directory = RunDirectory(run)
     saved = load_checkpoint(directory.last, objective.device)["optimizer"]
     made = saved.get("sparsam", {}).get("mask", {}).get("made")
     selection = made and made["selection"]
     if selection is None or all(m is True for m in selection):
         return None
-    # The trainer hands the optimizer all parameters of the model, in the model's order.
+    # The optimizer has all parameters of the model, in the model's order.
     by_parameter = dict(zip(objective.model.parameters(), selection, strict=True))
     return [by_parameter[p] for p in objective.params]

@@ -1,4 +1,4 @@
-"""The sharpness of a trained run, in one small file."""
+"""The sharpness of a trained run, written to one small file."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def measure_sharpness(
     data_root: str | Path | None = None,
     device: torch.device | None = None,
 ) -> dict[str, Any]:
-    """Measure how much the training loss rises near a run's weights; write it to RUN/analysis/sharpness.json.
+    """Measure how much the training loss rises near a run's weights. Write it to RUN/analysis/sharpness.json.
 
     Args:
         run: The directory of a run.
         rho: The radius.
         adaptive_rho: The radius of the adaptive variants, relative to the weights.
         ascent: Steps of gradient ascent for the worst case; 1 is SAM's own perturbation.
-        noise: How often noise is drawn for the average case.
-        samples: Training images to look at.
-        seed: Where the noise starts.
-        best: The best epoch's weights in place of the last.
-        data_root: Where the data is, if it is no longer where the run had it.
-        device: Where to.
+        noise: The number of random perturbations for the average case.
+        samples: The number of training images.
+        seed: The seed of the noise.
+        best: Take the weights of the best epoch, not of the last.
+        data_root: Where the data is now, if it has moved since the run.
+        device: Where it is computed.
     """
     objective = load_objective(run, samples=samples, best=best, data_root=data_root, device=device)
     mask = run_mask(run, objective)

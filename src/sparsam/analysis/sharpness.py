@@ -38,16 +38,16 @@ def worst_case(
 ) -> float:
     r"""Return the largest rise of the loss that gradient ascent finds within rho.
 
-    The first step is SAM's :math:`\epsilon_1 = \rho\, g / \lVert g\rVert \odot m`; each further one goes as far in the
-    direction of the gradient where the one before has come, :math:`\epsilon_{k+1} = \rho\, g_k / \lVert g_k\rVert \odot
-    m` with :math:`g_k = \nabla f(w + \epsilon_k)`, and the largest rise counts. So more steps never give less. With a
-    mask the gradient is the whole one, as in the paper.
+    The first step is SAM's :math:`\epsilon_1 = \rho\, g / \lVert g\rVert \odot m`. Each further step takes the gradient
+    at the latest point: :math:`\epsilon_{k+1} = \rho\, g_k / \lVert g_k\rVert \odot m` with
+    :math:`g_k = \nabla f(w + \epsilon_k)`. The largest rise counts, so more steps never give less. The norm is that of
+    the whole gradient, also with a mask, as in the paper.
 
     Args:
-        objective: The loss as a function of the weights, which come back bit for bit.
+        objective: The loss as a function of the weights. Afterwards the weights are restored bit for bit.
         rho: The radius.
-        steps: Of ascent; 1 is SAM's own perturbation.
-        mask: Which weights are perturbed, one entry a parameter of the objective; None: all.
+        steps: The number of ascent steps; 1 is SAM's own perturbation.
+        mask: Which weights are perturbed, one entry for each parameter of the objective; None: all.
         adaptive: ASAM's ball.
     """
     check_objective(objective)
@@ -73,11 +73,11 @@ def average_case(
     """Return the mean rise of the loss under Gaussian noise of mean length rho, and its standard error.
 
     Args:
-        objective: The loss as a function of the weights, which come back bit for bit.
-        rho: The root mean square of the noise's length; adaptive: of its length relative to the weights'.
-        samples: How often noise is drawn, at least 2.
-        adaptive: Noise in proportion to each weight.
-        seed: Where the noise starts: the same for runs that are compared.
+        objective: The loss as a function of the weights. Afterwards the weights are restored bit for bit.
+        rho: The root mean square of the length of the noise; if adaptive, of its length relative to the weights.
+        samples: The number of random perturbations, at least 2.
+        adaptive: Draw noise in proportion to each weight.
+        seed: The seed of the noise. Runs that are compared should share it.
     """
     check_objective(objective)
     check_rho(rho)
@@ -98,7 +98,7 @@ def average_case(
 
 
 def checked_mask(mask: Selection | None, params: Sequence[Tensor]) -> Selection:
-    """Return a mask for all parameters; refuse one of another length."""
+    """Return a mask with an entry for each parameter. Refuse a mask of another length."""
     mask = [True] * len(params) if mask is None else mask
     if len(mask) != len(params):
         raise UserValueError(f"mask must have an entry for each of {len(params)} parameters, but has {len(mask)}")

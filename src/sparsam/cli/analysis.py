@@ -16,12 +16,12 @@ from sparsam.errors import UserValueError
 
 Runs = Annotated[list[Path], typer.Argument(help="Directories of runs.")]
 Samples = Annotated[int, typer.Option(min=1, help="Training images to measure over, the same for all runs.")]
-Best = Annotated[bool, typer.Option("--best", help="The best epoch's weights in place of the last.")]
-Seed = Annotated[int, typer.Option(min=0, help="Where random numbers start.")]
+Best = Annotated[bool, typer.Option("--best", help="Take the weights of the best epoch, not of the last.")]
+Seed = Annotated[int, typer.Option(min=0, help="The seed of random numbers.")]
 Redraw = Annotated[bool, typer.Option("--redraw", help="Show earlier results, measure nothing.")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="Where figures are written.")]
 DataRoot = Annotated[
-    Path | None, typer.Option(help="Where the data is now, if not where the runs had it (data.root of a recipe).")
+    Path | None, typer.Option(help="Where the data is now, if it has moved since the runs (data.root of a recipe).")
 ]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default: a GPU if there is one.")]
 
@@ -29,10 +29,10 @@ Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; defaul
 def sharpness(
     context: typer.Context,
     runs: Runs,
-    rho: Annotated[float, typer.Option(help="Radius around the weights in which the largest rise is sought.")] = 0.1,
+    rho: Annotated[float, typer.Option(help="The radius around the weights.")] = 0.1,
     adaptive_rho: Annotated[float, typer.Option(help="The same for the adaptive variants.")] = 1.0,
     ascent: Annotated[int, typer.Option(min=1, help="Steps of gradient ascent; 1 is SAM's own perturbation.")] = 1,
-    noise: Annotated[int, typer.Option(min=2, help="Draws of Gaussian noise for the average case.")] = 10,
+    noise: Annotated[int, typer.Option(min=2, help="Random perturbations for the average case.")] = 10,
     samples: Samples = 10_000,
     seed: Seed = 0,
     best: Best = False,
@@ -189,10 +189,10 @@ def landscape(
     data_root: DataRoot = None,
     device: Device = None,
 ) -> None:
-    """Draw the loss around the weights of runs, side by side: contours, surfaces, a page to turn and read off.
+    """Draw the loss around the weights of runs, side by side: contours, surfaces, an interactive page.
 
-    The losses are kept in RUN/analysis/landscape.npz (of a line: landscape-line.npz). Ctrl-C keeps what is finished,
-    and the same command goes on.
+    The losses are kept in RUN/analysis/landscape.npz (of a line: landscape-line.npz). Ctrl-C keeps finished points, and
+    the same command continues.
 
     Examples:
     ```

@@ -19,7 +19,7 @@ from sparsam.report.gradient_figure import draw_layers, draw_runs
 from sparsam.runs.directory import RunDirectory
 from sparsam.runs.results import write_result
 
-SHARED = ("rho", "samples", "batches", "weights")  # of results that stand side by side
+SHARED = ("rho", "samples", "batches", "weights")  # settings that compared results must share
 
 
 def measure(

@@ -23,7 +23,7 @@ from sparsam.runs.directory import RunDirectory
 from sparsam.runs.results import write_result
 
 NONE = "–"
-SHARED = ("samples", "weights")  # of results that stand side by side
+SHARED = ("samples", "weights")  # settings that compared results must share
 
 
 def measure(
@@ -121,7 +121,7 @@ def _cells(result: dict[str, Any]) -> tuple[str, ...]:
 
 @contextmanager
 def _bar(text: str) -> Iterator[hessian.Progress]:
-    """Show a bar on a terminal, with the time that is left at most."""
+    """Show a bar on a terminal, with the longest time left."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=20),

@@ -28,13 +28,13 @@ from sparsam.runs.files import RunError
 from sparsam.runs.results import check_shared, result_file
 from sparsam.training.interrupt import Interrupted, stopping_on_signals
 
-NAMES = {1: "landscape-line", 2: "landscape"}  # lines and planes lie beside each other
+NAMES = {1: "landscape-line", 2: "landscape"}  # a run may have both
 SHARED = ("dimensions", "points", "range", "directions", "seed", "precision")
 LINES_EVERY = 10.0  # seconds between two lines in a log
 
 
 def check(*, directions: str, checkpoints: Sequence[Path]) -> None:
-    """Refuse what would fail after some of the runs are done."""
+    """Refuse at once what would fail only after some of the runs are computed."""
     if bool(checkpoints) != (directions == "pca"):
         given = f"--directions is {directions}" if checkpoints else "there is none"
         raise UserValueError(f"--checkpoint must be given for --directions pca, and only then, but {given}")
@@ -54,18 +54,18 @@ def measure(
     data_root: Path | None = None,
     **options: Any,
 ) -> Landscape:
-    """Compute one run's landscape, or what is missing of it; it is kept in RUN/analysis.
+    """Compute the landscape of a run, or its missing points. Keep it in RUN/analysis.
 
     Args:
         run: The directory of a run.
         dimensions: 1 or 2.
-        samples: Training images to look at.
-        best: The best epoch's weights in place of the last.
+        samples: The number of training images.
+        best: Take the weights of the best epoch, not of the last.
         directions: "random" or "pca".
         checkpoints: For "pca".
-        device: Where to.
-        data_root: Where the data is, if it is no longer where the run had it.
-        options: Those of :func:`loss_landscape`.
+        device: Where it is computed.
+        data_root: Where the data is now, if it has moved since the run.
+        options: Further options of :func:`loss_landscape`.
     """
     recipe = RunDirectory(run).recipe()
     objective = load_objective(run, samples=samples, best=best, data_root=data_root, device=device)
@@ -93,7 +93,7 @@ def measure(
 
 
 def load(run: Path, dimensions: int) -> Landscape:
-    """Read what was computed before, be it unfinished."""
+    """Read a landscape that was computed before. It may be unfinished."""
     file = _file(run, dimensions)
     if not file.is_file():
         raise RunError(f"there is no {file}; compute it with: sparsam landscape {run} --dimensions {dimensions}")
@@ -109,7 +109,7 @@ def show(runs: Sequence[Path], landscapes: Sequence[Landscape], output: Path) ->
         table.add_column(heading, justify="right")
     for name, shown in zip(names_of(runs), landscapes, strict=True):
         finite = shown.losses[abs(shown.losses) < float("inf")]
-        # Those of a part of the grid would not compare with others.
+        # Numbers of a part of the grid do not compare with others.
         whole = [f"{shown.median:.4g}", f"{finite.max():.4g}"] if shown.complete and len(finite) else ["–", "–"]
         points = str(shown.finished) if shown.complete else f"{shown.finished} of {shown.losses.size}"
         table.add_row(Text(name), f"{shown.centre:.4g}", *whole, str(shown.gaps), points)
@@ -127,7 +127,7 @@ def _file(run: Path, dimensions: int) -> Path:
 
 @contextmanager
 def _progress(name: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar with the time left on a terminal, and lines elsewhere; Ctrl-C stops after a point."""
+    """Show a bar with the time left on a terminal, and print lines elsewhere. Ctrl-C stops after a point."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -149,7 +149,7 @@ def _progress(name: str) -> Iterator[Callable[[int, int], None]]:
                 lines.update(finished, total)
             if stopped and finished < total:
                 raise Interrupted(
-                    f"{name}: stopped after {finished} of {total} points, which are kept; the same command goes on"
+                    f"{name}: stopped after {finished} of {total} points, which are saved; the same command continues"
                 )
 
         yield progress

@@ -1,4 +1,4 @@
-"""`sparsam sharpness`: how much the loss rises near the weights of runs, in one table."""
+"""`sparsam sharpness`: the rise of the loss near the weights of runs, in one table."""
 
 from __future__ import annotations
 

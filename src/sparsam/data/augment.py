@@ -11,13 +11,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What happens to a training image.
+    """How a training image is augmented.
 
     Args:
-        crop_padding: Pad by so many zero pixels and crop back at random; 0: not at all.
-        flip: Mirror every second image, by chance.
-        cutout: Side of a square that is set to the mean colour, at a random place, where it may stick out of the
-            image; 0: none.
+        crop_padding: Pad by so many zero pixels, then crop to the old size at random; 0: do not crop.
+        flip: Mirror images with a probability of one half.
+        cutout: The side of a square that is set to the mean colour. Its centre is random, so part of it may lie outside
+            the image; 0: no cutout.
         cutout_probability: The share of the images that get one.
     """
 
@@ -44,7 +44,7 @@ def normalise(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 
 def random_crop(x: Tensor, padding: int, generator: torch.Generator) -> Tensor:
-    """Return each image shifted by up to `padding` pixels in both directions, zeros moving in."""
+    """Return each image shifted by up to `padding` pixels in both directions and filled up with zeros."""
     n, _, height, width = x.shape
     top, left = torch.randint(0, 2 * padding + 1, (2, n, 1), device=x.device, generator=generator)
     rows = (top + torch.arange(height, device=x.device)).unsqueeze(2)

@@ -1,6 +1,6 @@
-"""CIFAR-10 and CIFAR-100 from the folders that everybody has (the "python version" of the authors' page).
+"""CIFAR-10 and CIFAR-100 from the usual folders (the "python version" of the authors' page).
 
-The files are pickles. They are read without executing them: nothing but NumPy arrays and plain values is allowed.
+The files are pickles. They are read without executing code: only NumPy arrays and plain values are allowed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sparsam.errors import UserError
 
 
 class Layout(NamedTuple):
-    """Where a data set lies and what is in it."""
+    """The files of a data set and what they hold."""
 
     folder: str
     train: tuple[str, ...]
@@ -56,7 +56,7 @@ TRAIN, TEST, PIXELS = 50_000, 10_000, 3 * 32 * 32
 
 
 class CifarError(UserError):
-    """A CIFAR folder that is missing, damaged or something else; the message says which file and what to do."""
+    """A CIFAR folder that is missing or damaged. The message names the file and what to do."""
 
 
 def load_cifar(name: str, root: str | Path) -> ImageData:
@@ -119,13 +119,13 @@ class ForbiddenError(pickle.UnpicklingError):
 
 
 class ArrayUnpickler(pickle.Unpickler):
-    """Builds NumPy arrays and plain values, and refuses to look up anything else."""
+    """Builds NumPy arrays and plain values, and refuses anything else."""
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file, encoding="bytes")
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return one of NumPy's constructors, which older and newer versions keep in different places."""
+        """Return one of NumPy's constructors. Their places differ between versions of NumPy."""
         if module == "_codecs" and name == "encode":  # how protocol 2 writes bytes
             return lambda text, encoding: text.encode(encoding)
         if module == "numpy" and name in ("ndarray", "dtype"):

@@ -24,21 +24,21 @@ from sparsam.randomness import random_generator
 
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # share of the area and width / height of a random crop
 TRIES = 10  # to find a random crop that fits
-IN_A_ROW = 100  # so many images that cannot be decoded are no accident
+IN_A_ROW = 100  # so many corrupt images in a row are an error, even if corrupt ones are skipped
 
 Pixels = Any  # a Pillow image; Pillow is imported only where image folders are used
 
 
 class Request(NamedTuple):
-    """A batch that is wanted. It says all there is to know, so that workers need not be told when an epoch begins."""
+    """A batch to decode. It holds all that a worker needs, so workers have no state of their own."""
 
     part: str
     indices: list[int]
-    epoch: int | None = None  # none: as for an evaluation
+    epoch: int | None = None  # None: as for an evaluation
 
 
 class Decoded(NamedTuple):
-    """Bytes (N, H, W, C), labels, and the files in whose place others were taken, each with the reason."""
+    """Bytes (N, H, W, C), labels, and the files that were replaced by others, each with the reason."""
 
     x: Tensor
     y: Tensor
@@ -46,7 +46,7 @@ class Decoded(NamedTuple):
 
 
 class Decoder(Dataset[Any]):
-    """From requests to decoded, cropped and resized batches; runs in workers."""
+    """Turns requests into decoded, cropped and resized batches. It runs in workers."""
 
     def __init__(self, data: ImageFolder, seed: int, image_size: int, resize: int, skip_corrupt: bool) -> None:
         self.data, self.seed, self.image_size, self.resize = data, seed, image_size, resize
@@ -63,7 +63,7 @@ class Decoder(Dataset[Any]):
                 images.append(torch.from_numpy(np.array(self._transform(image, index, request.epoch))))
                 labels.append(int(files.y[chosen]))
         except ImageFolderError as error:
-            return error  # raised here, it would arrive wrapped in the worker's traceback
+            return error  # if raised, it would arrive wrapped in the worker's traceback
         return Decoded(torch.stack(images), torch.tensor(labels), skipped)
 
     def _decode(self, files: ImageFiles, index: int, skipped: list[tuple[str, str]]) -> tuple[int, Pixels]:
@@ -92,31 +92,31 @@ class Decoder(Dataset[Any]):
 
 
 class CorruptImageError(ImageFolderError):
-    """A file that can be read but is no image; the message is Pillow's."""
+    """A file that can be read but is not an image. The message is Pillow's."""
 
 
 def decode(path: Path) -> Pixels:
-    """Return an image in RGB, whatever its colours are stored as."""
+    """Return an image in RGB, whatever its format."""
     try:
-        content = path.read_bytes()  # by itself, so that a broken disk is not taken for a corrupt image and skipped
+        content = path.read_bytes()  # apart from decoding: an unreadable file is not skipped as a corrupt image
     except OSError as error:
         raise ImageFolderError(f"{path} cannot be read ({error.strerror})") from error
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # odd EXIF data and the like do not concern the pixels
+            warnings.simplefilter("ignore")  # odd EXIF data and the like do not affect the pixels
             image = _pillow().open(io.BytesIO(content))
-            if image.mode[0] == "I":  # grey of 16 bits, of which Pillow would make white
+            if image.mode[0] == "I":  # 16-bit grey, which Pillow would convert to white
                 image = _pillow().fromarray((np.asarray(image) >> 8).astype(np.uint8))
             return image.convert("RGB")
     except Exception as error:  # a corrupt image raises almost anything
-        reason = "no image format that Pillow knows" if "cannot identify" in str(error) else str(error)
+        reason = "not an image format that Pillow knows" if "cannot identify" in str(error) else str(error)
         raise CorruptImageError(reason or type(error).__name__) from error
 
 
 def random_resized_crop(image: Pixels, size: int, generator: torch.Generator) -> Pixels:
     """Return a random part of the image, resized to size × size."""
     left, top, width, height = crop_box(image.width, image.height, generator)
-    # Cropped first: Pillow's resize with a box lets the pixels around the box shine in.
+    # Crop first: with a box, Pillow's resize would also read pixels around the box.
     part = image.crop((left, top, left + width, top + height))
     return part.resize((size, size), _pillow().Resampling.BILINEAR)
 
@@ -125,10 +125,10 @@ def crop_box(width: int, height: int, generator: torch.Generator) -> tuple[int, 
     r"""Return left, top, width and height of a random crop.
 
     With :math:`a` uniform in [0.08, 1] and :math:`\log r` uniform in :math:`[\log 3/4, \log 4/3]`, a crop of an image
-    of :math:`W \times H` pixels has :math:`\sqrt{a W H r} \times \sqrt{a W H / r}` pixels, rounded, and lies anywhere.
-    Ten tries to find one that fits; then the largest centre crop with a ratio in [3/4, 4/3].
+    of :math:`W \times H` pixels has :math:`\sqrt{a W H r} \times \sqrt{a W H / r}` pixels, rounded, and a uniform
+    position. If none of ten crops fits, it is the largest centre crop with a ratio in [3/4, 4/3].
     """
-    # All tries are drawn at once, so that what is drawn after them does not depend on how many were needed.
+    # All tries are drawn at once, so later draws do not depend on how many tries were needed.
     draws = torch.rand(TRIES, 4, dtype=torch.float64, generator=generator).tolist()
     for area, ratio, x, y in draws:
         share = SCALE[0] + area * (SCALE[1] - SCALE[0])
@@ -143,7 +143,7 @@ def crop_box(width: int, height: int, generator: torch.Generator) -> tuple[int, 
 
 
 def resize_and_crop(image: Pixels, resize: int, size: int) -> Pixels:
-    """Return the centre, size × size, of the image whose shorter side was resized to `resize`."""
+    """Return the image with its shorter side resized to `resize`, cropped at the centre to size × size."""
     shorter = min(image.width, image.height)
     width, height = resize * image.width // shorter, resize * image.height // shorter
     image = image.resize((width, height), _pillow().Resampling.BILINEAR)

@@ -14,7 +14,7 @@ SPLIT_SEED = 0  # the same split for every run
 
 
 def load_digits() -> ImageData:
-    """Return the digits, split once and for all by a fixed seed."""
+    """Return the digits, split by a fixed seed."""
     datasets = need("sklearn.datasets", "the digits", extra="train")
     x, y = datasets.load_digits(return_X_y=True)
     images = torch.from_numpy(np.round(x * 255 / 16).astype(np.uint8)).view(-1, 1, 8, 8)

@@ -16,7 +16,7 @@ SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp"})
 
 
 class ImageFolderError(UserError):
-    """An image folder that cannot be used; the message says which file or folder and what to do."""
+    """An image folder that cannot be used. The message names the file or folder and what to do."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class ImageFiles:
 
     Args:
         folder: train/ or val/.
-        names: CLASS/FILE of each image, as bytes in one array: each worker would copy a list of a million strings.
+        names: CLASS/FILE of each image, as bytes in one array. Each worker would copy a list of a million strings.
         y: The labels.
     """
 
@@ -46,7 +46,7 @@ class ImageFiles:
 
 
 class ImageFolder(NamedTuple):
-    """A data set: which files to train on, which to evaluate on, and what the labels mean."""
+    """A data set: the files to train on, the files to evaluate on, and the names of the classes."""
 
     train: ImageFiles
     test: ImageFiles
@@ -64,7 +64,7 @@ class ImageFolder(NamedTuple):
 
 
 def load_image_folder(root: str | Path) -> ImageFolder:
-    """List the images of root/train/CLASS/ and root/val/CLASS/; what starts with a dot is not looked at.
+    """List the images of root/train/CLASS/ and root/val/CLASS/. Names that start with a dot are left out.
 
     Args:
         root: The folder that holds train/ and val/. The sorted folder names of train/ are the classes.
@@ -81,8 +81,8 @@ def load_image_folder(root: str | Path) -> ImageFolder:
     if unknown:
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         raise ImageFolderError(
-            f"{root / 'val' / unknown[0]}{more} without a counterpart in {root / 'train'}: the classes in val/ must be "
-            "among those in train/"
+            f"{root / 'val' / unknown[0]}{more} without a folder of that name in {root / 'train'}: the classes in val/ "
+            "must be among those in train/"
         )
     return ImageFolder(_list_images(root / "train", names), _list_images(root / "val", names), names)
 
@@ -101,7 +101,7 @@ def _list_images(folder: Path, names: tuple[str, ...]) -> ImageFiles:
     labels: list[int] = []
     for label, name in enumerate(names):
         if not (folder / name).is_dir():
-            continue  # of val/: a class without test images
+            continue  # in val/: a class without test images
         found = sorted(entry.name for entry in os.scandir(folder / name) if _is_image(entry))
         if not found:
             raise ImageFolderError(

@@ -29,24 +29,24 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 
 
 class FolderLoader:
-    """Batches of images that are decoded by worker processes and normalised on the device.
+    """Batches of images that worker processes decode and the device normalises.
 
-    Every epoch is a new order, of which the last incomplete batch is left out, so that all batches have one shape.
-    Workers start with the first batch and live as long as the loader; they serve training and evaluation.
+    Every epoch has a new order. The last, incomplete batch is dropped, so that all batches have one shape. Workers
+    start with the first batch and live as long as the loader. They serve training and evaluation.
 
     Args:
         root: The folder that holds train/CLASS/*.JPEG and val/CLASS/*.JPEG.
         batch_size: Images in a training batch.
-        seed: Where the random numbers start.
+        seed: The seed of order and augmentation.
         device: Where the batches are needed.
-        image_size: Height and width of all batches.
-        resize: The shorter side of a test image, before its centre is cropped out.
-        workers: Processes that decode; 0: this one does.
-        validation: Evaluate on so many training images, drawn at random, in place of val/; 0: on val/.
-        validation_seed: Which ones.
+        image_size: Height and width of all images in batches.
+        resize: The shorter side of a test image before its centre is cropped.
+        workers: The number of processes that decode; 0: this process decodes.
+        validation: Evaluate on so many training images, drawn at random, and not on val/; 0: on val/.
+        validation_seed: The seed of that draw.
         limit: At most so many images to train on, and as many to evaluate on; None: all.
-        skip_corrupt: Take the next image, with a warning, where one cannot be decoded. In an evaluation too, where that
-            image then counts twice.
+        skip_corrupt: If an image cannot be decoded, take the next one, with a warning. In an evaluation that image then
+            counts twice.
     """
 
     channels = 3
@@ -66,7 +66,7 @@ class FolderLoader:
         limit: int | None = None,
         skip_corrupt: bool = False,
     ) -> None:
-        need("PIL.Image", "image folders", extra="train")  # here, and not only in a worker
+        need("PIL.Image", "image folders", extra="train")  # here, not only in a worker
         check_whole("data.batch_size", batch_size)
         check_whole("data.image_size", image_size)
         check_whole("data.workers", workers, least=0)
@@ -116,7 +116,7 @@ class FolderLoader:
             yield normalise(x.permute(0, 3, 1, 2), self.mean, self.std), y
 
     def take(self, answer: Decoded | ImageFolderError) -> Batch:
-        """Return bytes (N, H, W, C) and labels; warn of what was skipped, once for each file."""
+        """Return bytes (N, H, W, C) and labels. Warn once of each file that was skipped."""
         if isinstance(answer, ImageFolderError):
             raise answer
         for path, reason in answer.skipped:

@@ -10,7 +10,7 @@ from torch import Tensor
 from sparsam.errors import UserValueError
 from sparsam.randomness import random_generator
 
-SPLIT, LIMIT = 2, 3  # tell these random numbers from those of the loaders
+SPLIT, LIMIT = 2, 3  # streams of random numbers that no loader uses
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Images:
 
 @dataclass(frozen=True)
 class ImageData:
-    """A data set: what to train on, what to evaluate on, and how to normalise it."""
+    """A data set: images to train on, images to evaluate on, and how to normalise them."""
 
     name: str
     train: Images
@@ -63,7 +63,7 @@ class ImageData:
 
 
 def validation_split(total: int, count: int, seed: int, name: str) -> tuple[Tensor, Tensor]:
-    """Return the indices of `count` of `total` images, drawn at random, and those of the rest, both in order."""
+    """Return the indices of `count` of `total` images, drawn at random, and of the rest, both sorted."""
     if not 0 < count < total:
         raise UserValueError(f"data.validation must be between 1 and {total - 1} for {name}, but is {count}")
     order = torch.randperm(total, generator=random_generator(seed, SPLIT))

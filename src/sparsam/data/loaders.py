@@ -1,6 +1,6 @@
 """Batches of images that live on the training device.
 
-All randomness depends on (seed, epoch, batch) alone, so a run can be taken up anywhere without saving any state.
+All randomness depends on (seed, epoch, batch) alone, so a run can be resumed anywhere without any saved state.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from sparsam.data.images import ImageData
 from sparsam.errors import UserValueError
 from sparsam.randomness import random_generator
 
-ORDER, AUGMENT = range(2)  # what random numbers are drawn for
+ORDER, AUGMENT = range(2)  # two streams of random numbers
 Batch = tuple[Tensor, Tensor]
 
 
 class ResidentLoader:
-    """Shuffles, augments and normalises images where they are.
+    """Shuffles, augments and normalises images on the device that holds them.
 
-    Every epoch is a new order, of which the last incomplete batch is left out, so that all batches have one shape.
+    Every epoch has a new order. The last, incomplete batch is dropped, so that all batches have one shape.
 
     Args:
         data: The images.
         batch_size: Images in a training batch.
-        augmentation: What happens to training images.
-        seed: Where the random numbers start.
-        device: Where the images are kept and the batches made.
+        augmentation: How training images are augmented.
+        seed: The seed of order and augmentation.
+        device: Where images are kept and batches are made.
     """
 
     def __init__(
@@ -87,6 +87,6 @@ class _Samples(Dataset[Batch]):
         return normalise(train.x[index], self.loader.mean, self.loader.std), train.y[index]
 
     def __getitems__(self, indices: list[int]) -> list[Batch]:
-        """Return several, which a DataLoader asks for at once: a few kernels for all of them, not for each."""
+        """Return several samples at once, as a DataLoader asks for them: a few kernels for all, not for each."""
         x, y = self[torch.as_tensor(indices, dtype=torch.long, device=self.loader.data.train.x.device)]
         return list(zip(x, y, strict=True))

@@ -17,16 +17,16 @@ from sparsam.data.image_files import ImageFolderError
 class Workers:
     """Decodes batches ahead of their use, in processes that live on between epochs.
 
-    A loader that is done is kept for the next call. While it is in use, a call gets a new one, so that iterations do
-    not disturb each other.
+    A DataLoader that has ended is kept for the next call. A call while it is in use gets a new one, so that iterations
+    do not disturb each other.
     """
 
     def __init__(self, decoder: Decoder, count: int, *, pin_memory: bool) -> None:
         self.decoder, self.count, self.pin_memory = decoder, count, pin_memory
         self.loaders: dict[_Requests, DataLoader[Any]] = {}
         self.idle: list[_Requests] = []
-        # Cyclic garbage collection takes a DataLoader's queues apart before the workers are told to end, and then waits
-        # 5 seconds for each of them. This reference lets go of the loaders before.
+        # Cyclic garbage collection destroys the queues of a DataLoader before its workers are asked to end. It then
+        # waits 5 seconds for each of them. This finalizer drops the loaders before that.
         weakref.finalize(self, self.loaders.clear)
 
     def __call__(self, requests: Iterable[Request]) -> Iterator[Decoded | ImageFolderError]:
@@ -35,7 +35,7 @@ class Workers:
         queue.requests = requests
         try:
             yield from self.loaders[queue]
-        except GeneratorExit:  # an iteration that is broken off is as good as one that ended
+        except GeneratorExit:  # an iteration that was broken off: the loader can be used again
             self.idle.append(queue)
             raise
         except BaseException:
@@ -53,14 +53,14 @@ class Workers:
             collate_fn=_as_it_is,
             pin_memory=self.pin_memory,
             worker_init_fn=_leave_interrupts,
-            generator=torch.Generator(),  # a DataLoader draws a seed: not from the random numbers of the training
+            generator=torch.Generator(),  # a DataLoader draws a seed, but not from torch's global generator
             persistent_workers=self.count > 0,
         )
         return queue
 
 
 class _Requests:
-    """What a DataLoader takes for its sampler."""
+    """The sampler of a DataLoader: it yields requests."""
 
     requests: Iterable[Request] = ()
 
@@ -73,5 +73,5 @@ def _as_it_is(answer: Any) -> Any:
 
 
 def _leave_interrupts(worker: int) -> None:
-    """Ignore Ctrl-C, which reaches all processes: the main one decides, and may need more batches until it ends."""
+    """Ignore Ctrl-C, which reaches all processes. The main process decides, and may need more batches."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""The paper's networks by name: clean chains of stages, for 32×32 and for ImageNet images."""
+"""The paper's networks by name: chains of stages, for 32×32 and for ImageNet images."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ NAMES = (*RESNETS, "wrn-DEPTH-WIDTH (wrn-28-10, ...)", "vgg11-bn", "timm:NAME", 
 
 
 def build_model(name: str, classes: int, *, channels: int = 3, stem: str = "cifar") -> nn.Module:
-    """Build a network that has not been trained.
+    """Build an untrained network.
 
     Args:
         name: One of `resnet18`, `resnet34`, `resnet50`, `resnet-small`, `wrn-28-10` (any depth and width), `vgg11-bn`,
             or `timm:NAME` and `torchvision:NAME` where those packages are installed.
         classes: The number of outputs.
         channels: Channels of the images.
-        stem: "cifar" for small images, "imagenet" for large ones; only ResNets know the second.
+        stem: "cifar" for small images, "imagenet" for large ones. Only ResNets have the second.
     """
     if name.startswith(("timm:", "torchvision:")):
         return _external(name, classes, channels)

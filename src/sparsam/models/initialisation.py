@@ -1,4 +1,4 @@
-"""How the paper's networks start."""
+"""Initial weights of the paper's networks."""
 
 from __future__ import annotations
 

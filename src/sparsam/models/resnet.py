@@ -36,7 +36,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1×1, 3×3 and 1×1 convolutions and a shortcut; the 3×3 one has the stride."""
+    """1×1, 3×3 and 1×1 convolutions and a shortcut. The 3×3 convolution has the stride."""
 
     expansion = 4
 
@@ -64,7 +64,7 @@ class ResNet(nn.Sequential):
 
     Args:
         block: :class:`BasicBlock` or :class:`Bottleneck`.
-        depths: How many blocks each of the stages has.
+        depths: The number of blocks in each stage.
         classes: The number of outputs.
         stem: "cifar" (3×3, stride 1, no pooling) or "imagenet" (7×7, stride 2, max pooling).
         width: Channels of the first stage; each further stage has twice as many.

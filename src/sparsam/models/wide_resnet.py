@@ -13,7 +13,7 @@ from sparsam.models.initialisation import initialise
 
 
 class WideBlock(nn.Module):
-    """BatchNorm, ReLU and a 3×3 convolution, twice; where shapes differ, the shortcut projects the first activation."""
+    """BatchNorm, ReLU and a 3×3 convolution, twice. If shapes differ, the shortcut projects the first activation."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, dropout: float) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class WideResNet(nn.Sequential):
 
     Args:
         depth: 6n + 4 for n blocks in each of the three stages: 16, 22, 28, 40, ...
-        widen: How many times wider than a ResNet: 1, 2, 8, 10, ...
+        widen: The width relative to a ResNet: 1, 2, 8, 10, ...
         classes: The number of outputs.
         channels: Channels of the images.
         dropout: Between the convolutions of a block.

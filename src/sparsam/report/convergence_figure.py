@@ -1,4 +1,4 @@
-"""Running means of squared gradient norms beside the theorems' bounds, as a picture."""
+"""Running means of squared gradient norms and the bounds of the theorems, as a picture."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def draw(result: dict[str, Any], path: Path) -> list[Path]:
 
 
 def _bounds(ax: Any, problem: dict[str, Any], curve: dict[str, Any]) -> None:
-    """Draw the bounds of one curve; those of the others beside it differ only in the measured decrease of f."""
+    """Draw the bounds of one curve. Those of the other curves differ only in the measured decrease of f."""
     ax.set(xscale="log", yscale="log")
     ax.grid(alpha=0.25, linewidth=0.6)
     trivial = r"$G^2$: bounds above it say nothing"
@@ -67,10 +67,11 @@ def _curves(ax: Any, curves: Sequence[dict[str, Any]]) -> None:
     sparsities = sorted({curve["sparsity"] for curve in curves})
     for curve in curves:
         place = sparsities.index(curve["sparsity"])
-        colour = _paler(style(METHODS[curve["mask"]]).line["color"], 0.6 * (1 - (place + 1) / len(sparsities)))
-        look = {"color": colour, "linewidth": 1.4 + 1.2 * (len(sparsities) - 1 - place)}
+        look = style(METHODS[curve["mask"]]).line
+        look["color"] = _paler(look["color"], 0.6 * (1 - (place + 1) / len(sparsities)))
+        look["linewidth"] = 1.4 + 1.2 * (len(sparsities) - 1 - place)
         if curve["mask"] == "dynamic":
-            look |= {"linestyle": "none", "marker": "o", "markersize": 4.5, "zorder": 3}
+            look |= {"linewidth": 0.8, "marker": "o", "markersize": 4.5, "zorder": 3}
             look |= {"markevery": (2 * place, 2 * len(sparsities)), "markeredgecolor": "white", "markeredgewidth": 0.6}
         label = f"{curve['mask']} mask, s = {curve['sparsity']:g}" if curve["mask"] != "dense" else "SAM"
         ax.plot(curve["T"], curve["mean"], label=label, **look)

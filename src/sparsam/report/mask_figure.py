@@ -50,7 +50,7 @@ def draw_masks(runs: Sequence[RunMasks], path: Path) -> list[Path]:
         image = above.imshow(density, aspect="auto", extent=extent, vmin=0, vmax=1, cmap="Blues")
         above.set_yticks(range(len(layers)), layers, fontsize=8)
         above.set_title(run.label)
-        looks = (style(run.method).line, {"color": "0.6", "linestyle": "-"})
+        looks = (style(run.method).line | {"zorder": 3}, {"color": "0.6", "linestyle": "-"})
         for (key, words), look in zip(KEPT.items(), looks, strict=True):
             points = [(m["epoch"], m[key]) for m in run.epochs if m.get(key) is not None]
             if points:

@@ -23,7 +23,7 @@ INCIDENTAL = {"train.seed", "mask.seed", "data.root", "data.workers", "train.che
 
 @dataclass(frozen=True)
 class Statistic:
-    """A mean over seeds and its sample standard deviation, which one seed does not have."""
+    """A mean over seeds and its sample standard deviation, which is None for one seed."""
 
     mean: float
     deviation: float | None
@@ -71,7 +71,7 @@ class Method:
 
     @property
     def counted(self) -> tuple[Run, ...]:
-        """The runs behind the numbers: the finished ones, or all where none is."""
+        """The runs behind the numbers: the finished ones, or all if none is finished."""
         return tuple(run for run in self.runs if run.finished) or self.runs
 
     def statistic(self, number: Callable[[Run], float | None]) -> Statistic | None:
@@ -90,7 +90,7 @@ class Method:
 
     @property
     def step_ms(self) -> float | None:
-        """Milliseconds of a step; the median, since one seed may have trained while the machine did something else."""
+        """Milliseconds of a step, as a median: one seed may have trained while the machine was busy."""
         found = [run.step_ms for run in self.counted if run.step_ms is not None]
         return median(found) if found else None
 
@@ -149,7 +149,7 @@ class Method:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader must know before believing the row."""
+        """What a reader must know to trust the row."""
         notes = []
         unfinished = [run for run in self.runs if not run.finished]
         if unfinished and self.finished:
@@ -186,7 +186,7 @@ class Method:
 
 
 def _completed(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return a recipe with the settings that it lacks, because it is older than they are, as they are by default."""
+    """Return a recipe of an older version with the defaults of the settings that it lacks."""
     defaults = Recipe().to_dict()
     tables = {key: {**table, **recipe.get(key, {})} for key, table in defaults.items() if isinstance(table, dict)}
     return {**defaults, **recipe, **tables}

@@ -1,4 +1,4 @@
-"""What the figures have in common."""
+"""How figures are made and saved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FORMATS = ("png", "svg")
 
 
 def new_figure(width: float, height: float, **options: Any) -> tuple[Any, Any]:
-    """Return a figure of so many inches and its axes; options are those of matplotlib's subplots."""
+    """Return a figure and its axes. The size is in inches, options are those of matplotlib's subplots."""
     need("matplotlib", "figures", extra="analysis").use("Agg")  # draws into files, needs no screen
     from matplotlib import pyplot
 
@@ -19,7 +19,7 @@ def new_figure(width: float, height: float, **options: Any) -> tuple[Any, Any]:
 
 
 def save_figure(figure: Any, path: Path) -> list[Path]:
-    """Write a figure as PNG and SVG; return both files."""
+    """Write a figure as PNG and SVG. Return both files."""
     from matplotlib import pyplot
 
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ NONE = "–"
 
 @dataclass(frozen=True)
 class Cell:
-    """What a cell says, and a remark to be shown smaller."""
+    """The text of a cell, and a remark that is shown smaller."""
 
     text: str
     note: str = ""
@@ -27,7 +27,7 @@ class Table:
 
 
 def summary_table(methods: Sequence[Method]) -> Table:
-    """Return one row for each method; further numbers of the runs are appended as columns."""
+    """Return one row for each method. Further numbers of the runs become columns at the end."""
     further = list(dict.fromkeys(label for method in methods for label in method.extra))
     columns = (
         "Method",
@@ -52,7 +52,7 @@ def accuracy_label(methods: Sequence[Method]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Write a time for people.
+    """Return a time as people write it.
 
     >>> [duration(s) for s in (8.04, 59.96, 192, 4320)]
     ['8.0 s', '1 min 0 s', '3 min 12 s', '1 h 12 min']
@@ -96,7 +96,7 @@ def _step_cell(method: Method) -> Cell:
 
 
 def _notes(method: Method, methods: Sequence[Method]) -> list[str]:
-    """Say what is particular to this row: its network and data or its images where rows differ in them."""
+    """Return remarks: the network, the data and the images if rows differ in them, and the notes of the method."""
     notes: list[str] = []
     for words in (lambda run: run.setup, lambda run: f"{run.evaluated_on} images"):
         if len({words(run) for other in methods for run in other.runs}) > 1:

@@ -1,4 +1,4 @@
-"""What a step of a run takes."""
+"""The time of a step of a run."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from typing import Any
 
 
 def step_time(epochs: Iterable[tuple[float, float | None]]) -> float:
-    """Return the mean over epochs, each counted at the median of those that perturb as much as it does.
+    """Return the mean time of a step.
 
-    So a slow epoch does not count, such as the first one, but slower steps that come last do.
+    Epochs that perturb the same share of the weights count at their median. So one slow epoch does not count, such as
+    the first, but sharpness-aware steps at the end do.
 
     Args:
-        epochs: Of each, the time of a step and the share of the weights that are perturbed.
+        epochs: For each epoch, the time of a step and the share of the weights that is perturbed.
 
     >>> step_time([(9.0, 0.0), (1.0, 0.0), (1.0, 0.0), (2.0, 1.0)])
     1.25
     """
-    kinds: defaultdict[object, list[float]] = defaultdict(list)
+    alike: defaultdict[object, list[float]] = defaultdict(list)
     for time, perturbed in epochs:
-        # However little is perturbed, it takes a second pass.
-        kinds[None if perturbed is None else (perturbed > 0, round(perturbed, 2))].append(time)
-    return sum(len(times) * median(times) for times in kinds.values()) / sum(map(len, kinds.values()))
+        # A step that perturbs anything at all takes a second pass.
+        alike[None if perturbed is None else (perturbed > 0, round(perturbed, 2))].append(time)
+    return sum(len(times) * median(times) for times in alike.values()) / sum(map(len, alike.values()))
 
 
 @dataclass(frozen=True)
