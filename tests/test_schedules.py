@@ -330,3 +330,15 @@ def test_policies_describe_themselves():
     )
     assert repr(EveryStep()) == "EveryStep()"
     assert repr(FriendlyAscent()) == "FriendlyAscent(sigma=1.0, decay=0.6)"
+
+
+def test_a_mask_without_an_interval_is_made_once_even_if_the_first_step_is_tried_again():
+    t = task()
+    asked = []
+    scores = lambda params: asked.append(1) or [p.abs() for p in params]  # noqa: E731
+    opt = sam(t.model, None, mask=TopKMask(0.5, scores))
+    t.loss().backward()
+    for _ in range(3):
+        with opt.perturbed():
+            pass
+    assert len(asked) == 1

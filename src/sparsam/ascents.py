@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from sparsam.checks import check_number, check_rho, check_share
 from sparsam.errors import UserRuntimeError, UserValueError
-from sparsam.perturbation import accumulation_dtype, blend
+from sparsam.perturbation import accumulation_dtype, blend, converted
 from sparsam.settings import Policy, Setting
 
 Memory = dict[Tensor, dict[str, Tensor]]
@@ -97,7 +97,7 @@ class FriendlyAscent(Ascent):
         """Return g - sigma m."""
         self._meet([p for p in params if p not in memory], memory)
         means = [memory[p]["mean"] for p in params]
-        return torch._foreach_sub(list(grads), means, alpha=self.sigma)
+        return torch._foreach_sub(converted(grads, means), means, alpha=self.sigma)
 
     def remember(self, params: Sequence[Tensor], grads: Sequence[Tensor], memory: Memory, norm: Tensor) -> None:
         """Let m follow g, where g is finite."""

@@ -103,6 +103,18 @@ def blend(targets: Sequence[Tensor], sources: Sequence[Tensor], weight: Tensor, 
         torch._foreach_copy_(bucket, views)
 
 
+def converted(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors in the dtypes of others: the same ones where they have those already."""
+    result = list(tensors)
+    for indices in _buckets((t.dtype, other, i) for i, (t, other) in enumerate(zip(tensors, like, strict=True))):
+        if tensors[indices[0]].dtype != like[indices[0]].dtype:
+            bucket = [tensors[i] for i in indices]
+            views = _flat_copies(bucket, like[indices[0]].dtype, like=[like[i] for i in indices])[1]
+            for i, view in zip(indices, views, strict=True):
+                result[i] = view
+    return result
+
+
 def accumulation_dtype(t: Tensor) -> torch.dtype:
     """Return the dtype in which sums over a tensor are kept."""
     return torch.float64 if t.dtype == torch.float64 else torch.float32

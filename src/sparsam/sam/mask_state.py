@@ -34,10 +34,11 @@ class MaskState:
 
     def is_due(self, step: int, eligible: list[bool]) -> bool:
         """Tell whether a two-pass step makes the mask."""
-        if self.made is None or self.made.eligible != eligible or self.made.step == step:
-            return True
         interval = self.mask.interval
-        return interval is not None and step // interval > self.made.step // interval
+        if self.made is None or self.made.eligible != eligible or interval is None:
+            return self.made is None or self.made.eligible != eligible
+        taken = self.taken(step)
+        return taken is None or step // interval > taken.step // interval
 
     def selection(self, params: list[Tensor], eligible: list[bool], step: int) -> Selection:
         """Return what a step perturbs; make the mask if it is due.
