@@ -14,15 +14,15 @@ LINES = 400  # of a file
 MODULES = 14  # beside the sub-packages
 
 LAYERS = [  # of the core: each may import itself and what stands above it here
-    {"errors"},
-    {"settings", "checks", "randomness"},
-    {"selection", "perturbation"},
-    {"passes"},
-    {"fisher", "replay", "distributed"},
-    {"masks", "ascents", "schedules", "rho"},
-    {"sam"},
-    {"cuda_graph"},
-    {"__init__"},
+    ("errors",),
+    ("settings", "checks", "randomness"),
+    ("selection", "perturbation"),
+    ("passes",),
+    ("fisher", "replay", "distributed"),
+    ("masks", "ascents", "schedules", "rho"),
+    ("sam",),
+    ("cuda_graph",),
+    ("__init__",),
 ]
 CORE = set().union(*LAYERS)
 MAY_IMPORT = {  # besides itself
