@@ -133,7 +133,7 @@ def show(result):
         print(f"\n{network}, {result['device']}, torch {result['torch']}, batch {result['batch_size']},", end=" ")
         print(f"{result['precision']}, {result['rounds']} rounds of {result['steps']} steps\n")
         print(
-            "| method | weights perturbed | ms a step (smallest – largest) | × SGD (quartiles) | theory of the paper |"
+            "| method | weights perturbed | ms a step (smallest – largest) | × SGD (quartiles) | the paper's theory |"
         )
         print("| --- | --- | --- | --- | --- |")
         for row in result["rows"]:

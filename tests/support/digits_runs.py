@@ -45,7 +45,7 @@ def final_weights(path):
 
 
 def equal(one, other):
-    """Tell whether two nested states are the same, bit for bit."""
+    """Return whether two nested states are the same, bit for bit."""
     if isinstance(one, torch.Tensor):
         return same([one], [other])
     if isinstance(one, dict):

@@ -122,8 +122,6 @@ def test_seeds_matter_and_repeat(tmp_path):
 SETTINGS = [
     ["train.precision=bf16"],
     ["train.precision=fp16"],
-    ["train.precision=fp16", "ascent=friendly", "schedule=last-steps", "schedule.fraction=0.7"],
-    ["train.precision=fp16", "schedule=last-steps", "schedule.fraction=0.7", "schedule.before=momentum"],
     ["optimizer.name=adamw", "optimizer.lr=0.003"],
     ["train.channels_last=false"],
     ["mask.name=norm"],

@@ -83,7 +83,7 @@ def build(schema: Any, values: Any, prefix: str = "") -> Any:
     Args:
         schema: The dataclass.
         values: A dictionary, or a text, which is the table's name.
-        prefix: The key of the table with a dot behind it.
+        prefix: The key of the table with a dot after it.
     """
     values = as_table(values, prefix)
     fields = {f.name: f for f in dataclasses.fields(schema)}
@@ -125,18 +125,18 @@ def _default(f: dataclasses.Field[Any], key: str, prefix: str, complete: dict[st
 
 
 def _checked(schema: Any, f: dataclasses.Field[Any], value: Any, key: str) -> Any:
-    kind, _ = _type(schema, f.name)
+    expected, _ = _type(schema, f.name)
     optional = _may_be_none(schema, f)
     if optional and (value is None or value == NONE):
         return None
-    if dataclasses.is_dataclass(kind):
-        return build(kind, value, f"{key}.")
+    if dataclasses.is_dataclass(expected):
+        return build(expected, value, f"{key}.")
     if isinstance(value, dict) and value:
         raise RecipeError(f"unknown key {key}.{next(iter(value))}")
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if expected is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
-    if type(value) is not kind or not f.metadata.get("holds", lambda value: True)(value):
-        allowed = f.metadata.get("allowed") or WORDS[kind]
+    if type(value) is not expected or not f.metadata.get("holds", lambda value: True)(value):
+        allowed = f.metadata.get("allowed") or WORDS[expected]
         raise RecipeError(f"{key} must be {allowed}{' or none' if optional else ''}, but is {value!r}")
     return value
 
@@ -152,8 +152,8 @@ def _type(schema: Any, name: str) -> tuple[Any, bool]:
     """Return the type of a field without None, and whether it may be None."""
     hint = typing.get_type_hints(schema)[name]
     if isinstance(hint, types.UnionType):
-        (kind,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
-        return kind, True
+        (expected,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
+        return expected, True
     return hint, False
 
 
@@ -173,9 +173,9 @@ def merge(schema: Any, under: Any, over: Any, prefix: str = "") -> dict[str, Any
     if "name" in over and over["name"] != under.get("name"):
         result = {key: value for key, value in under.items() if _has_meaning(fields.get(key), over["name"])}
     for key, value in over.items():
-        kind = _type(schema, key)[0] if key in fields else None
-        nested = dataclasses.is_dataclass(kind) and key in result and value not in (None, NONE)
-        result[key] = merge(kind, result[key], value, f"{prefix}{key}.") if nested else value
+        expected = _type(schema, key)[0] if key in fields else None
+        nested = dataclasses.is_dataclass(expected) and key in result and value not in (None, NONE)
+        result[key] = merge(expected, result[key], value, f"{prefix}{key}.") if nested else value
     return result
 
 
@@ -195,8 +195,8 @@ def has_meaning(schema: Any, values: Any, key: Sequence[str]) -> bool:
         return True
     if not _has_meaning(fields[first], table.get("name", fields["name"].default if "name" in fields else None)):
         return False
-    kind = _type(schema, first)[0]
-    return not rest or not dataclasses.is_dataclass(kind) or has_meaning(kind, table.get(first) or {}, rest)
+    expected = _type(schema, first)[0]
+    return not rest or not dataclasses.is_dataclass(expected) or has_meaning(expected, table.get(first) or {}, rest)
 
 
 def _has_meaning(f: dataclasses.Field[Any] | None, name: Any) -> bool:

@@ -19,7 +19,7 @@ class Progress:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, exception: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
     def start(self, recipe: Recipe, steps: int, total_steps: int, epoch: int) -> None:
@@ -103,7 +103,7 @@ class TerminalProgress(Progress):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, exception: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.stop()
 
