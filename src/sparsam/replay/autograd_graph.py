@@ -47,3 +47,11 @@ def node_of(tensor: Tensor) -> Node | None:
 def leaf_of(node: Node) -> Tensor | None:
     """Return the parameter whose gradient a node takes, if it is such a node."""
     return getattr(node, "variable", None)
+
+
+def is_parameter(node: Node) -> bool:
+    """Tell whether a node takes the gradient of a parameter, or of autocast's cast of one."""
+    if leaf_of(node) is not None:
+        return True
+    sources = [source for source, _ in node.next_functions if source is not None]
+    return node.name().startswith("ToCopyBackward") and all(leaf_of(source) is not None for source in sources)

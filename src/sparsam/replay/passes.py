@@ -104,8 +104,9 @@ class ReplayedPasses(Passes):
             with self.replay.second_pass(recording, self._keep_skipped):
                 return closure()
         except Exception as error:  # of replay or of the closure: a whole pass tells
+            loss = self._whole(closure)
             self.replay.give_up(f"replay from {recording.cut!r} ended with {_shown(error)}. {REMEDY}")
-            return self._whole(closure)
+            return loss
 
     def _prove_first(self, closure: Closure, recording: Recording, path: Path) -> None:
         """Run a whole pass, and another that ends at the cut; compare loss and gradients of the suffix."""

@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsam.errors import warn
 from sparsam.passes import is_compiled
-from sparsam.replay.autograd_graph import leaf_of, node_of, reachable_nodes, tensors_in
+from sparsam.replay.autograd_graph import is_parameter, node_of, reachable_nodes, tensors_in
 from sparsam.replay.calls import intercepted
 from sparsam.replay.modules import Places, places_of, unwrap
 from sparsam.replay.recording import Before, EndOfGradient, Recorder, Recording, runs_distributed
@@ -168,7 +168,7 @@ class Replay:
         path.custom = not after or any(
             isinstance(node, BackwardCFunction) and not node.name().startswith(own) for node in after
         )
-        if any(leaf_of(node) is None for node in after & reachable_nodes(inputs)):
+        if not all(is_parameter(node) for node in after & reachable_nodes(inputs)):
             self.give_up(f"what is computed before {self.cut!r} is used after it, and not through its input")
         called = {call.name for call in recording.calls} | recording.suffix
         assert self._places is not None
