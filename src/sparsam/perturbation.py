@@ -37,7 +37,6 @@ def perturb(
     *,
     adaptive: bool = False,
     norm: Tensor | None = None,
-    guard: bool = True,
 ) -> list[Saved]:
     """Add eps to the weights in place; return what :func:`restore` needs to take it back.
 
@@ -48,8 +47,6 @@ def perturb(
         params, directions, selection, rhos: One of each for every tensor. A rho below 0 goes against the direction.
         adaptive: The perturbation of ASAM.
         norm: To divide by; default: that of all the gradients.
-        guard: Make sure that a weight whose gradient is not finite stays as it is. That takes two more passes over the
-            weights, which whoever knows that such a step is lost anyhow can save.
     """
     if norm is None:
         norm = gradient_norm(params, grads, adaptive=adaptive)
@@ -60,7 +57,7 @@ def perturb(
             w = [params[i] for i in indices]
             g = [grads[i] for i in indices]
             m = [selection[i] for i in indices]
-            eps = _perturbation(w, g, m, rhos[indices[0]], norm, adaptive, guard)
+            eps = _perturbation(w, g, m, rhos[indices[0]], norm, adaptive)
             saved.append(_save_bucket(w))
             torch._foreach_add_(w, eps)
     except BaseException:  # out of memory, say: all or nothing
@@ -141,14 +138,11 @@ def _perturbation(
     rho: float | Tensor,
     norm: Tensor,
     adaptive: bool,
-    guard: bool,
 ) -> list[Tensor]:
     """Return eps for the tensors of one bucket."""
     dtype = accumulation_dtype(w[0])
     scale = (rho / norm).to(w[0].device)
     leave = ~((scale != 0) & (scale.abs() < torch.inf))  # true for a norm of 0, inf or NaN, and for rho = 0
-    if not guard and not adaptive and all(mask is True for mask in m) and {t.dtype for t in (*w, *g)} == {dtype}:
-        return list(torch._foreach_mul(g, scale.masked_fill(leave, 0.0)))
     flat, eps = _flat_copies(g, dtype, like=w)
     if adaptive:
         flat.mul_(_flat_copies(w, flat.dtype)[0].square_())

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsam.ascents import Ascent
+from sparsam.checks import check_rho, check_whole
 from sparsam.errors import UserRuntimeError, UserTypeError, UserValueError
 from sparsam.settings import Policy, differences
 
@@ -85,6 +86,27 @@ def check_groups(base: Optimizer) -> None:
         seen[p] = i
         if not p.is_floating_point():
             raise UserValueError(f"params must be real floating-point tensors, but parameter {i} is {p.dtype}")
+        if hasattr(p, "device_mesh") or hasattr(p, "_fsdp_flattened"):
+            raise UserTypeError(
+                f"params must be whole tensors, but parameter {i} is sharded (FSDP or tensor parallelism), and each "
+                f"process would perturb by its shard alone; use DistributedDataParallel"
+            )
+    _check_shared_storage(base)
+
+
+def _check_shared_storage(base: Optimizer) -> None:
+    """Refuse weights that lie in the same memory and have different radii."""
+    rhos: dict[int, tuple[int, Any]] = {}
+    for i, group in enumerate(base.param_groups):
+        for p in group["params"]:
+            if p.layout != torch.strided or not p.numel():
+                continue
+            other, rho = rhos.setdefault(p.untyped_storage().data_ptr(), (i, group.get("rho")))
+            if other != i and rho is not group.get("rho") and rho != group.get("rho"):
+                raise UserValueError(
+                    f"weights that share memory must have the same rho, but parameter groups {other} and {i} share "
+                    f"some and have {rho} and {group.get('rho')}"
+                )
 
 
 def check_gradients(params: Sequence[Tensor]) -> None:
@@ -100,7 +122,9 @@ def check_gradients(params: Sequence[Tensor]) -> None:
             )
 
 
-def check_state(state_dict: dict[str, Any], settings: dict[str, Any], params: Sequence[Tensor]) -> dict[str, Any]:
+def check_state(
+    state_dict: dict[str, Any], settings: dict[str, Any], params: Sequence[Tensor], ascents: int
+) -> dict[str, Any]:
     """Refuse the state of something else; return sparsam's part of it."""
     own = state_dict.get("sparsam")
     if not own:
@@ -108,6 +132,7 @@ def check_state(state_dict: dict[str, Any], settings: dict[str, Any], params: Se
             "state_dict must come from SAM.state_dict(), but has no entry 'sparsam'; to start from the state of a "
             "plain optimizer, call base_optimizer.load_state_dict(state_dict)"
         )
+    _check_entries(own)
     shapes = [list(p.shape) for p in params]
     if len(own["shapes"]) != len(shapes):
         raise UserValueError(
@@ -125,4 +150,38 @@ def check_state(state_dict: dict[str, Any], settings: dict[str, Any], params: Se
             f"state_dict is of a run with other settings: {changes}. Build the optimizer and its policies as they "
             f"were, or load the base optimizer's part alone with base_optimizer.load_state_dict()"
         )
+    _check_values(state_dict, own, params, ascents)
     return dict(own)
+
+
+ENTRIES = ("settings", "shapes", "steps", "mask", "passes", "moved", "memories")
+
+
+def _check_entries(own: dict[str, Any]) -> None:
+    missing, foreign = [k for k in ENTRIES if k not in own], [k for k in own if k not in ENTRIES]
+    if missing or foreign:
+        what = f"has no {missing[0]!r}" if missing else f"has {foreign[0]!r}, which is not known"
+        raise UserValueError(f"state_dict['sparsam'] must have the entries {', '.join(ENTRIES)}, but {what}")
+
+
+def _check_values(state_dict: dict[str, Any], own: dict[str, Any], params: Sequence[Tensor], ascents: int) -> None:
+    """Refuse numbers and masks that no run has saved."""
+    check_whole("steps in state_dict", own["steps"], least=0)
+    for i, group in enumerate(state_dict["param_groups"]):
+        if "rho" in group:
+            check_rho(float(group["rho"]), f"rho of parameter group {i} in state_dict")
+    made = own["mask"]["made"]
+    for name, selection in (("mask", made and made["selection"]), ("moved", own["moved"])):
+        fits = selection is None or (
+            len(selection) == len(params)
+            and all(
+                isinstance(m, bool) or (m.dtype == torch.bool and m.shape == p.shape)
+                for m, p in zip(selection, params, strict=True)
+            )
+        )
+        if not fits:
+            raise UserValueError(
+                f"{name} in state_dict must have a bool or a bool tensor for each parameter, but has not"
+            )
+    if len(own["memories"]) != ascents or any(len(memory) != len(params) for memory in own["memories"]):
+        raise UserValueError("memories in state_dict must have an entry for each ascent and parameter, but have not")

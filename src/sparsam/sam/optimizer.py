@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Self, overload
 
 import torch
@@ -31,9 +32,10 @@ from sparsam.masks import DenseMask, Mask
 from sparsam.passes import Closure
 from sparsam.replay import passes_for
 from sparsam.sam.checks import check_arguments, check_base, check_groups, check_one_pass, check_policies, check_state
+from sparsam.sam.closure import ClosureCheck
 from sparsam.sam.perturber import Perturber
 from sparsam.sam.phase import Phase, UsedGradients
-from sparsam.sam.wrapper import Wrapper, plain
+from sparsam.sam.wrapper import Wrapper, eager, plain
 from sparsam.schedules import EveryStep, Schedule
 from sparsam.selection import expand
 
@@ -145,6 +147,7 @@ class SAM(Wrapper):
         self._repeats = False  # whether the pass at w + eps repeats one at w
         self._coming: tuple[int, Ascent | None] = -1, None  # the latest step that the schedule was asked for
         self._used_gradients = UsedGradients()  # by the latest base step
+        self._closure_check = ClosureCheck()
         self._reloads = 0  # how often what a step reads was replaced: a captured graph goes on reading the old
         self._wrap(base, rho)
 
@@ -169,6 +172,7 @@ class SAM(Wrapper):
     def step(self, closure: None = None) -> None: ...
     @overload
     def step(self, closure: Closure) -> Any: ...
+    @eager
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
         """Take one step.
@@ -194,12 +198,13 @@ class SAM(Wrapper):
 
     def _two_passes(self, closure: Closure, ascent: Ascent | None) -> Any:
         self._start()
+        params, call = self._params(), self._closure_check.call
         self._phase = Phase.FIRST_PASS
         try:
-            loss = self._passes.first(closure)
+            loss = self._passes.first(partial(call, closure, params, self._used_gradients))
             self._phase = Phase.IDLE
-            with self._perturbed(ascent, repeats=True, guard=False):
-                self._passes.second(closure, self._perturber.perturbed)
+            with self._perturbed(ascent, repeats=True):
+                self._passes.second(partial(call, closure, params), self._perturber.perturbed)
         finally:
             self._phase = Phase.IDLE if self._phase is Phase.FIRST_PASS else self._phase
             self._passes.forget()
@@ -207,8 +212,8 @@ class SAM(Wrapper):
 
     def _one_pass(self, closure: Closure, ascent: Ascent | None) -> Any:
         self._start()
-        with self._perturbed(ascent, repeats=False, guard=False):
-            return closure()
+        with self._perturbed(ascent, repeats=False):
+            return self._closure_check.call(closure, self._params(), self._used_gradients)
 
     def _end_pass(self, ascent: Ascent | None) -> None:
         """Go back to w for a base step; refuse one that the coming step does not allow."""
@@ -226,6 +231,7 @@ class SAM(Wrapper):
             )
         self._leave(Phase.READY)
 
+    @eager
     def first_step(self, zero_grad: bool = False, scale: float | Tensor | None = None) -> None:
         """Go from w to w + eps, by the gradients now in `.grad`. In a base step w stays.
 
@@ -242,6 +248,7 @@ class SAM(Wrapper):
                 self.restore()
                 raise
 
+    @eager
     def second_step(self, zero_grad: bool = False) -> None:
         """Go back to w, bit for bit, and take the base step with the gradients now in `.grad`.
 
@@ -256,6 +263,7 @@ class SAM(Wrapper):
         if zero_grad:
             self.zero_grad()
 
+    @eager
     @contextmanager
     def perturbed(self, scale: float | Tensor | None = None) -> Iterator[None]:
         """Be at w + eps inside the `with` block, and at w, bit for bit, after it.
@@ -288,6 +296,7 @@ class SAM(Wrapper):
         """Clear the gradients. Between two steps, the next step starts here, whatever was pending."""
         if self._phase is Phase.IDLE or self._phase is Phase.READY:
             self._start()
+        self._closure_check.cleared = True
         super().zero_grad(set_to_none)
 
     @property
@@ -320,20 +329,18 @@ class SAM(Wrapper):
         ascent: Ascent | None,
         *,
         repeats: bool | None = None,
-        guard: bool = True,
         scale: float | Tensor | None = None,
     ) -> None:
         """Go from w to w + eps.
 
         The pass that follows may repeat one at w: its random numbers, without moving buffers. Where the caller does not
-        say so, it does if the ascent takes two passes, or if there is a gradient that no base step has used. A guard
-        is for steps that a gradient scaler skips, not for a closure's.
+        say so, it does if the ascent takes two passes, or if there is a gradient that no base step has used.
         """
         self._phase.refuse_inside_step("first_step() or perturbed()")
         params, rhos = self._params_and_rhos()
         if repeats is None:
             repeats = self.needs_second_pass or self._used_gradients.any_new(params)
-        self._perturber.perturb(ascent, params, rhos, self.base_optimizer, step=self.steps, guard=guard, scale=scale)
+        self._perturber.perturb(ascent, params, rhos, self.base_optimizer, step=self.steps, scale=scale)
         self._phase, self._repeats = Phase.PERTURBED, repeats
         try:
             torch.clear_autocast_cache()  # a cast of w would otherwise be taken for one of w + eps
@@ -362,29 +369,27 @@ class SAM(Wrapper):
 
     # ------------------------------------------------------------------------------------ saving, copying
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the base optimizer's state, rho, masks and counters: tensors and plain Python values only."""
+    def _own_state(self) -> dict[str, Any]:
         self._phase.refuse_inside_step("state_dict()")
         params = self._params()
-        own = {
+        return {
             "settings": self._settings(),
             "shapes": [list(p.shape) for p in params],
             "steps": self.steps,
             **self._perturber.state(params, self.steps),
         }
-        return {**self.base_optimizer.state_dict(), "sparsam": own}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned; the run then goes on as if it had not been interrupted.
+    def _check_state(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return sparsam's part of a state; refuse one that is not of this optimizer, before anything changes.
 
-        The model and the settings of mask, ascent and schedule must be those of the saved run: otherwise an error says
-        what differs, and nothing is changed. The mask's seed is taken from the saved run, as is rho.
+        The model and the settings of mask, ascent and schedule must be those of the saved run. The mask's seed is taken
+        from the saved run, as is rho.
         """
         self._phase.refuse_inside_step("load_state_dict()")
-        params = self._params()
-        own = check_state(state_dict, self._settings(), params)
-        self.base_optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != "sparsam"})
-        self._perturber.load(own, params)
+        return check_state(state_dict, self._settings(), self._params(), len(self._perturber.ascents))
+
+    def _load_own_state(self, own: dict[str, Any]) -> None:
+        self._perturber.load(own, self._params())
         self.steps = own["steps"]
         self._coming = -1, None
         self._reloads += 1

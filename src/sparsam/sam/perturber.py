@@ -47,7 +47,6 @@ class Perturber:
         base: Optimizer,
         *,
         step: int,
-        guard: bool,
         scale: float | Tensor | None,
     ) -> None:
         """Go from w to w + eps.
@@ -57,7 +56,6 @@ class Perturber:
             params, rhos: All parameters, each with the radius of its group.
             base: The base optimizer.
             step: How many steps were taken before this one.
-            guard: See :func:`sparsam.perturbation.perturb`.
             scale: What the gradients are too large by.
         """
         if ascent is None:
@@ -93,7 +91,6 @@ class Perturber:
             [radius[id(rhos[i])] for i, _ in moving],
             adaptive=self.adaptive,
             norm=norm,
-            guard=guard,
         )
         ascent.remember(taking_part, grads, memory, norm)
 
