@@ -18,7 +18,7 @@ $(READY): pyproject.toml constraints.txt src/sparsam/__init__.py
 	@touch $@
 
 # Two processes train, with one thread each; the last command finds all runs finished, and compares.
-DEMO := --seeds 3 --sharpness 0.1 --output runs/demo
+DEMO := --seeds 3 --sharpness 0.1 --samples 500 --output runs/demo
 demo: $(READY)  ## train a small network on embedded data with SGD, SAM and sparse SAM, and compare
 	rm -rf runs/demo
 	$(BIN)/sparsam compare digits-sam digits-ssam-f $(DEMO) --rounds 0 >/dev/null 2>&1 & \
