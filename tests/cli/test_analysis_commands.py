@@ -41,7 +41,7 @@ def trained(run, count):
     saved = torch.load(run / "checkpoints" / "last.pt", weights_only=True)
     model.load_state_dict(saved["model"])
     x = normalise(data.train.x[chosen], torch.tensor(data.mean), torch.tensor(data.std))
-    return model.eval(), x, data.train.y[chosen], saved["optimizer"]["sparsam"]["selection"]
+    return model.eval(), x, data.train.y[chosen], saved["optimizer"]["sparsam"]["moved"]
 
 
 def rise(model, x, y, rho, mask=None, adaptive=False):
@@ -222,7 +222,7 @@ def test_numbers_are_not_cut_off(capsys):
 
 def test_the_data_may_have_moved(run, tmp_path):
     recipe = json.loads((run / "recipe.json").read_text())
-    recipe["data"]["name"] = "cifar10"
+    recipe["data"].update(name="cifar10", root="data")
     other = tmp_path / "other"
     shutil.copytree(run, other)
     (other / "recipe.json").write_text(json.dumps(recipe))

@@ -100,17 +100,17 @@ class Folded(nn.Module):
 
     Args:
         convolution: A layer of the model.
-        norm: The BatchNorm after it.
+        batch_norm: The BatchNorm after it.
         relu: Whether a ReLU follows.
     """
 
-    def __init__(self, convolution: nn.Conv2d, norm: nn.BatchNorm2d, *, relu: bool) -> None:
+    def __init__(self, convolution: nn.Conv2d, batch_norm: nn.BatchNorm2d, *, relu: bool) -> None:
         super().__init__()
-        self.parts, self.relu = (convolution, norm), relu  # in a tuple: not sub-modules of this one
+        self.parts, self.relu = (convolution, batch_norm), relu  # in a tuple: not sub-modules of this one
         self.how: Any = (convolution.stride, convolution.padding, convolution.dilation, convolution.groups)
 
     def forward(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
-        """Return relu(norm(convolution(x)) + shortcut), without what is absent."""
+        """Return relu(batch_norm(convolution(x)) + shortcut), without what is absent."""
         weight, bias = _fold(*self.parts, _inverse_deviation(self.parts[1]))
         return self.after(F.conv2d(x, weight, bias, *self.how), shortcut)
 
@@ -125,13 +125,13 @@ class Fused(Folded):
 
     Args:
         convolution: A layer of the model.
-        norm: The BatchNorm after it. Its running statistics must not change.
+        batch_norm: The BatchNorm after it. Its running statistics must not change.
         relu: Whether a ReLU follows.
         dtype: The type to compute in.
     """
 
-    def __init__(self, convolution: nn.Conv2d, norm: nn.BatchNorm2d, *, relu: bool, dtype: torch.dtype) -> None:
-        super().__init__(convolution, norm, relu=relu)
+    def __init__(self, convolution: nn.Conv2d, batch_norm: nn.BatchNorm2d, *, relu: bool, dtype: torch.dtype) -> None:
+        super().__init__(convolution, batch_norm, relu=relu)
         stride, padding, *_ = self.how
         outputs, inputs, *kernel = convolution.weight.shape
         narrow = convolution.groups == 1 and inputs % CHANNELS
@@ -143,7 +143,7 @@ class Fused(Folded):
         width = max(MIN_WIDTH, -(-inputs // CHANNELS) * CHANNELS) if narrow else inputs
         self.pointwise = kernel == [1, 1] and self.how[1:] == POINTWISE
         self.cudnn = convolution.weight.is_cuda and dtype == torch.bfloat16
-        self.dtype, self.inverse_deviation = dtype, _inverse_deviation(norm)
+        self.dtype, self.inverse_deviation = dtype, _inverse_deviation(batch_norm)
         padded = torch.zeros(outputs, width, *kernel, dtype=dtype, device=convolution.weight.device)
         self.weight, self.bias = padded.contiguous(memory_format=torch.channels_last), padded.new_zeros(outputs)
 
@@ -156,7 +156,7 @@ class Fused(Folded):
         self.bias.copy_(bias)
 
     def forward(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
-        """Return relu(norm(convolution(x)) + shortcut), without what is absent."""
+        """Return relu(batch_norm(convolution(x)) + shortcut), without what is absent."""
         x = self.prepare(x)
         if self.relu and self.cudnn:
             if shortcut is None:
@@ -214,17 +214,17 @@ def _first(module: nn.Module) -> Fused | None:
     return part if isinstance(part, Fused) else None
 
 
-def _inverse_deviation(norm: nn.BatchNorm2d) -> Tensor:
-    variance: Any = norm.running_var
-    return torch.rsqrt(variance + norm.eps)
+def _inverse_deviation(batch_norm: nn.BatchNorm2d) -> Tensor:
+    variance: Any = batch_norm.running_var
+    return torch.rsqrt(variance + batch_norm.eps)
 
 
-def _fold(convolution: nn.Conv2d, norm: nn.BatchNorm2d, inverse_deviation: Tensor) -> tuple[Tensor, Tensor]:
+def _fold(convolution: nn.Conv2d, batch_norm: nn.BatchNorm2d, inverse_deviation: Tensor) -> tuple[Tensor, Tensor]:
     """Return W' and b', differentiable. torch's own function returns parameters that are detached from the graph."""
-    mean: Any = norm.running_mean
+    mean: Any = batch_norm.running_mean
     mean = mean if convolution.bias is None else mean - convolution.bias
-    scale = inverse_deviation if norm.weight is None else norm.weight * inverse_deviation
-    bias = -mean * scale if norm.bias is None else torch.addcmul(norm.bias, mean, scale, value=-1)
+    scale = inverse_deviation if batch_norm.weight is None else batch_norm.weight * inverse_deviation
+    bias = -mean * scale if batch_norm.bias is None else torch.addcmul(batch_norm.bias, mean, scale, value=-1)
     return convolution.weight * scale.view(-1, 1, 1, 1), bias
 
 
@@ -274,9 +274,9 @@ def _replaced(model: nn.Module, graph: fx.Graph, part: Callable[..., Folded]) ->
         chain, shortcut = _chain(node, modules)
         if not chain:
             continue
-        convolution, norm = (modules[str(n.target)] for n in chain[:2])
+        convolution, batch_norm = (modules[str(n.target)] for n in chain[:2])
         name = f"fused_{len(modules)}"
-        modules[name] = part(convolution, norm, relu=len(chain) > 2)
+        modules[name] = part(convolution, batch_norm, relu=len(chain) > 2)
         result.add_submodule(name, modules[name])
         with graph.inserting_before(chain[-1]):
             new = graph.call_module(name, (chain[0].args[0], *shortcut))
@@ -289,26 +289,26 @@ def _replaced(model: nn.Module, graph: fx.Graph, part: Callable[..., Folded]) ->
     return result
 
 
-def _chain(norm: fx.Node, modules: dict[str, nn.Module]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Return convolution, norm[, addition][, ReLU] around a BatchNorm, and what is added. Both may be empty."""
-    convolution = norm.args[0] if norm.args and _is(norm, modules, nn.BatchNorm2d) else None
+def _chain(batch_norm: fx.Node, modules: dict[str, nn.Module]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Return convolution, batch_norm[, addition][, ReLU] around a BatchNorm, and what is added. Both may be empty."""
+    convolution = batch_norm.args[0] if batch_norm.args and _is(batch_norm, modules, nn.BatchNorm2d) else None
     if not isinstance(convolution, fx.Node) or not _is(convolution, modules, nn.Conv2d) or len(convolution.users) > 1:
         return [], []
-    one, other = (modules[str(node.target)] for node in (convolution, norm))
+    one, other = (modules[str(node.target)] for node in (convolution, batch_norm))
     unusual = isinstance(one.padding, str) or one.padding_mode != "zeros" or not convolution.args
     if unusual or other.training or other.running_mean is None:
         return [], []
-    after = _only_user(norm)
+    after = _only_user(batch_norm)
     if after is not None and _is(after, modules, nn.ReLU, *RELUS):
-        return [convolution, norm, after], []
+        return [convolution, batch_norm, after], []
     last = None if after is None else _only_user(after)
     if after is None or last is None or not _is(last, modules, nn.ReLU, *RELUS):
-        return [convolution, norm], []
-    added = [a for a in after.args if a is not norm]
+        return [convolution, batch_norm], []
+    added = [a for a in after.args if a is not batch_norm]
     adds = _is(after, modules, operator.add, torch.add) and len(after.args) == 2 and not after.kwargs
     if adds and len(added) == 1 and isinstance(added[0], fx.Node):
-        return [convolution, norm, after, last], [added[0]]
-    return [convolution, norm], []
+        return [convolution, batch_norm, after, last], [added[0]]
+    return [convolution, batch_norm], []
 
 
 def _is(node: fx.Node, modules: dict[str, nn.Module], *targets: Any) -> bool:

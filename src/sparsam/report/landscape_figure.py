@@ -69,13 +69,13 @@ def draw_contours(landscapes: Sequence[Landscape], path: Path) -> list[Path]:
     """Draw the losses over the plane as filled contours, a panel for each run."""
     scale = Scale.of(landscapes)
     figure, panels, width = _panels(landscapes, 2.75, 2.95)
-    colours, norm = _colours(scale)
+    colours, normalize = _colours(scale)
     levels = np.linspace(*scale.ends, 81)
     for i, (ax, shown, label) in enumerate(zip(panels, landscapes, labels(landscapes), strict=True)):
         heights = scale.height(shown.losses)
         ax.set_facecolor(GAP)
         if np.isfinite(heights).any():
-            filled = ax.contourf(shown.axis, shown.axis, heights, levels=levels, cmap=colours, norm=norm)
+            filled = ax.contourf(shown.axis, shown.axis, heights, levels=levels, cmap=colours, norm=normalize)
             filled.set(edgecolor="face", linewidth=0.3)  # against hairlines between neighbours
             _isolines(ax, shown.axis, heights, scale)
         if len(shown.path):
@@ -99,13 +99,13 @@ def draw_surfaces(landscapes: Sequence[Landscape], path: Path) -> list[Path]:
     """Draw the losses over the plane as surfaces, a panel for each run."""
     scale = Scale.of(landscapes)
     figure, panels, width = _panels(landscapes, 3.0, 3.0, subplot_kw={"projection": "3d"})
-    colours, norm = _colours(scale)
+    colours, normalize = _colours(scale)
     floor, top = scale.ends
     ticks, azimuth = scale.ticks(5), view_azimuth(landscapes)
     for ax, shown, label in zip(panels, landscapes, labels(landscapes), strict=True):
         heights = scale.height(shown.losses)
         a, b = np.meshgrid(shown.axis, shown.axis)
-        colour = _lit(colours(norm(heights)), heights / (top - floor), azimuth)
+        colour = _lit(colours(normalize(heights)), heights / (top - floor), azimuth)
         ax.plot_surface(a, b, heights, facecolors=colour, rcount=200, ccount=200, linewidth=0.15, shade=False)
         ax.view_init(elev=36, azim=azimuth)
         ax.set_box_aspect((1, 1, 0.75), zoom=1.0)
@@ -156,8 +156,8 @@ def _frame(
 
     figure.get_layout_engine().set(h_pad=0.09)
 
-    colours, norm = _colours(scale)
-    bar = figure.colorbar(ScalarMappable(norm, colours), ax=panels, shrink=0.8, aspect=28, pad=0.015)
+    colours, normalize = _colours(scale)
+    bar = figure.colorbar(ScalarMappable(normalize, colours), ax=panels, shrink=0.8, aspect=28, pad=0.015)
     ticks = scale.ticks()
     bar.set_ticks(scale.height(ticks), labels=[f"{tick:g}" for tick in ticks])
     bar.ax.tick_params(colors=QUIET, labelsize=8, length=0)

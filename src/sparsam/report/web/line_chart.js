@@ -86,8 +86,8 @@ function drawLines(area, placed, place) {
   const groups = methods.map((_, index) => placed.filter((series) => series.index === index));
   for (const group of groups) {
     for (const { method, index, run, points } of group) {
-      const kind = group.length > 1 ? "line faint" : "line";
-      const names = { class: `${kind} ${method.style}`, "data-method": index, "data-seed": run.seed };
+      const look = group.length > 1 ? "line faint" : "line";
+      const names = { class: `${look} ${method.style}`, "data-method": index, "data-seed": run.seed };
       area.append(svg("path", { ...names, d: pathOf(points) }));
     }
   }
