@@ -110,7 +110,7 @@ def _time_steps(planned: Sequence[tuple[Recipe, Path]], device: torch.device, ro
         times = time_in_turn(list(methods.values()), device=device, rounds=rounds)
     except torch.OutOfMemoryError as error:
         raise UserRuntimeError(
-            "all runs are finished, but too little memory to time all methods in turn; --rounds 0 leaves it out"
+            "all runs are finished, but there is too little memory to time them in turn; --rounds 0 leaves it out"
         ) from error
     ratios = dict(zip(methods, times, strict=True))
     for recipe, path in planned:
