@@ -35,7 +35,7 @@ coverage: $(READY)  ## which lines of src the tests run
 	$(BIN)/python -m pytest --numprocesses 2 -m 'not slow' --cov=sparsam --cov-report=term:skip-covered
 
 test-page: $(READY)  ## the report page in a real browser (needs chromium and chromedriver; `make test` skips it without)
-	$(BIN)/python -m pytest tests/test_report_page.py tests/test_commands.py tests/test_landscape.py -k page
+	$(BIN)/python -m pytest tests/report tests/cli tests/analysis -k 'page or browser'
 
 lint: $(READY)  ## ruff: lint and format; the width of Markdown lines
 	$(BIN)/ruff check .
