@@ -18,7 +18,7 @@ $(READY): pyproject.toml constraints.txt src/sparsam/__init__.py
 	@touch $@
 
 # Two processes train, with one thread each; the last command finds all runs finished, and compares.
-DEMO := --seeds 3 --sharpness 0.1 --output runs/demo
+DEMO := --seeds 3 --sharpness 0.1 --samples 500 --output runs/demo
 demo: $(READY)  ## train a small network on embedded data with SGD, SAM and sparse SAM, and compare
 	rm -rf runs/demo
 	$(BIN)/sparsam compare digits-sam digits-ssam-f $(DEMO) --rounds 0 >/dev/null 2>&1 & \
@@ -35,7 +35,7 @@ coverage: $(READY)  ## which lines of src the tests run
 	$(BIN)/python -m pytest --numprocesses 2 -m 'not slow' --cov=sparsam --cov-report=term:skip-covered
 
 test-page: $(READY)  ## the report page in a real browser (needs chromium and chromedriver; `make test` skips it without)
-	$(BIN)/python -m pytest tests/test_report_page.py tests/test_commands.py tests/test_landscape.py -k page
+	$(BIN)/python -m pytest tests/report tests/cli tests/analysis -k 'page or browser'
 
 lint: $(READY)  ## ruff: lint and format; the width of Markdown lines
 	$(BIN)/ruff check .

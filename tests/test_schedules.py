@@ -70,11 +70,12 @@ def test_every_nth_step_counts_from_zero(n):
 REFUSED = {
     "no steps": (lambda: LastSteps(0.5, 0), ValueError, "total_steps must be a whole number >= 1, but is 0"),
     "half a step": (lambda: LastSteps(0.5, 1.5), ValueError, "total_steps must be a whole number >= 1, but is 1.5"),
-    "more than all": (lambda: LastSteps(1.5, 9), ValueError, r"fraction must be a number in \[0, 1\], but is 1.5"),
-    "none": (
-        lambda: LastSteps(0.0, 9),
+    "more than all": (lambda: LastSteps(1.5, 9), ValueError, r"fraction must be a number in \(0, 1\], but is 1.5"),
+    "none": (lambda: LastSteps(0.0, 9), ValueError, r"fraction must be a number in \(0, 1\], but is 0.0"),
+    "less than a step": (
+        lambda: LastSteps(1e-9, 9),
         ValueError,
-        "fraction must be that of at least one of total_steps=9 steps, but is 0",
+        "fraction must be that of at least one of total_steps=9 steps, but is 1e-09",
     ),
     "before by name": (
         lambda: LastSteps(0.5, 9, before="momentum"),

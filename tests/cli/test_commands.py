@@ -88,12 +88,20 @@ def test_compare_continues_a_stopped_run(compared, tmp_path):
 
 def test_compare_gives_settings_to_the_recipes_that_they_have_a_meaning_for(tmp_path):
     few = ["--max-steps", 1, "--rounds", 0, "--device", "cpu"]
-    invoke("compare", *RECIPES[:3], "--output", tmp_path, *few, "--set", "mask.sparsity=0.9", "--set", "sam.rho=0.3")
+    settings = ["--set", "mask.sparsity=0.9", "--set", "sam.rho=0.3"]
+    invoke("compare", *RECIPES[:3], "--output", tmp_path, *few, *settings)
     runs = {name: tmp_path / f"{name}-seed0" for name in RECIPES[:3]}
     shares = [json.loads((run / "summary.json").read_text())["perturbed"] for run in runs.values()]
     assert shares == [None, 1.0, pytest.approx(0.1, abs=1e-4)]
     rhos = [json.loads((run / "recipe.json").read_text())["sam"]["rho"] for run in runs.values()]
     assert rhos == [0.1, 0.3, 0.3]
+
+
+def test_compare_measures_sharpness_over_so_many_images(tmp_path):
+    few = ["--max-steps", 1, "--rounds", 0, "--sharpness", 0.2, "--samples", 20, "--device", "cpu"]
+    invoke("compare", "digits-sgd", "--output", tmp_path, *few)
+    measured = json.loads((tmp_path / "digits-sgd-seed0" / "analysis" / "sharpness.json").read_text())
+    assert (measured["rho"], measured["samples"]) == (0.2, 20)
 
 
 def test_the_page_of_a_real_comparison(compared, chromium, tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from digits_runs import CPU
 
+from sparsam.errors import UserError
 from sparsam.fisher import diagonal_fisher
 from sparsam.runs.directory import RunDirectory
 from sparsam.runs.recipe import load_recipe
@@ -86,6 +87,16 @@ def test_methods_take_turns_and_are_compared_within_a_round(monkeypatch):
 def test_quartiles():
     assert StepRatio.of([1.5]) == StepRatio(1.5, 1.5, 1.5, 1)
     assert StepRatio.of([1.0, 2.0, 3.0, 4.0, 100.0]) == StepRatio(3.0, 2.0, 4.0, 5)
+
+
+def test_too_little_memory_for_all_methods_is_said(tmp_path, monkeypatch):
+    def time(*arguments, **options):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("sparsam.training.comparison.time_in_turn", time)
+    with pytest.raises(UserError, match=r"all runs are finished, but .* --rounds 0 leaves it out"):
+        compare_recipes(["digits-sgd"], 1, tmp_path, overrides=["train.max_steps=1"], device=CPU, rounds=1)
+    assert RunDirectory(tmp_path / "digits-sgd-seed0").finished
 
 
 def test_a_comparison_keeps_the_ratios_of_all_methods_in_the_summaries(tmp_path, monkeypatch):

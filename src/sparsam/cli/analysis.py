@@ -287,19 +287,19 @@ def warn_outdated(runs: Sequence[Path], results: Sequence[Mapping[str, Any]]) ->
         Console(stderr=True, highlight=False).print(text, style="yellow", markup=False)
 
 
-def measure_missing(runs: list[Path], rho: float, device: Any) -> None:
+def measure_missing(runs: list[Path], rho: float, samples: int, device: Any) -> None:
     """Measure the sharpness of those runs that have no such result yet."""
     from sparsam.analysis.run_sharpness import measure_sharpness
     from sparsam.runs.results import outdated, read_result, result_file
 
-    wanted = {"rho": rho, "ascent": 1, "samples_asked": 10_000, "weights": "last"}
+    wanted = {"rho": rho, "ascent": 1, "samples_asked": samples, "weights": "last"}
     for run in runs:
         if result_file(run, "sharpness.json").is_file():
             known = read_result(run, "sharpness")
             if {key: known.get(key) for key in wanted} == wanted and not outdated(run, known):
                 continue
         with status(f"{run.name}: sharpness"):
-            measure_sharpness(run, rho=rho, samples=10_000, device=device)
+            measure_sharpness(run, rho=rho, samples=samples, device=device)
 
 
 def check_runs(runs: list[Path], *, best: bool, output: Path | None = None) -> None:

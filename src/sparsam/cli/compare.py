@@ -23,6 +23,7 @@ def compare(
         float | None,
         typer.Option(metavar="RHO", help="Measure how much the loss rises within RHO of the weights, and λ1."),
     ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Training images for --sharpness.")] = 10_000,
     rounds: Annotated[
         int, typer.Option(min=0, help="Time the steps of all methods in turn, in so many rounds; 0: do not.")
     ] = 30,
@@ -54,7 +55,7 @@ def compare(
         progress=lambda: LogProgress(epochs=False) if at_once > 1 else suitable_progress(epochs=False),
     )
     if sharpness is not None:
-        measure_missing(runs, sharpness, find_device(device))
+        measure_missing(runs, sharpness, samples, find_device(device))
     show_runs(runs)
     page = write_report(runs, output / "report.html")
     rich.print(f"The page with curves and masks: {page}")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from sparsam.errors import UserError
+from sparsam.errors import UserError, UserRuntimeError
 from sparsam.randomness import RngState, get_rng_state, set_rng_state
 from sparsam.runs.directory import RunDirectory
 from sparsam.runs.recipe import Recipe, load_recipe, relevant_overrides
@@ -106,7 +106,13 @@ def _time_steps(planned: Sequence[tuple[Recipe, Path]], device: torch.device, ro
     if all("step_ratio" in RunDirectory(path).summary() for _, path in planned):
         return
     methods = {recipe.name: recipe for recipe, _ in planned}
-    ratios = dict(zip(methods, time_in_turn(list(methods.values()), device=device, rounds=rounds), strict=True))
+    try:
+        times = time_in_turn(list(methods.values()), device=device, rounds=rounds)
+    except torch.OutOfMemoryError as error:
+        raise UserRuntimeError(
+            "all runs are finished, but there is too little memory to time them in turn; --rounds 0 leaves it out"
+        ) from error
+    ratios = dict(zip(methods, times, strict=True))
     for recipe, path in planned:
         directory = RunDirectory(path)
         directory.write_summary({**directory.summary(), "step_ratio": ratios[recipe.name].to_dict()})

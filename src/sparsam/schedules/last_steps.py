@@ -1,68 +1,15 @@
-"""When: which steps are sharpness-aware, and by which ascent.
-
-Steps are counted from 0. A schedule holds settings, no state: its answer depends on the step alone.
-Rho over time is in :mod:`sparsam.rho`.
-"""
+"""The last steps of a training."""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from sparsam.ascents import Ascent
-from sparsam.checks import check_share, check_whole
+from sparsam.checks import check_number, check_whole
 from sparsam.errors import UserTypeError, UserValueError, warn
-from sparsam.settings import Policy, Setting
-
-
-class Schedule(Policy, ABC):
-    """Says which ascent a step takes."""
-
-    @abstractmethod
-    def ascent(self, step: int, main: Ascent) -> Ascent | None:
-        """Return the ascent of a step; None: a plain step of the base optimizer.
-
-        Args:
-            step: How many steps were taken before it.
-            main: The optimizer's ascent.
-        """
-
-    def ascents(self, main: Ascent) -> Sequence[Ascent]:
-        """Return every ascent that a step may take; a schedule with ascents of its own lists them too."""
-        return [main]
-
-
-class EveryStep(Schedule):
-    """Every step is sharpness-aware."""
-
-    def ascent(self, step: int, main: Ascent) -> Ascent:
-        """Return the optimizer's ascent."""
-        return main
-
-
-class EveryNth(Schedule):
-    """Steps 0, n, 2n, ... are sharpness-aware, the others are base steps.
-
-    Args:
-        n: At least 1.
-
-    >>> from sparsam.ascents import GradientAscent
-    >>> [EveryNth(3).ascent(step, GradientAscent()) is not None for step in range(5)]
-    [True, False, False, True, False]
-    """
-
-    def __init__(self, n: int) -> None:
-        check_whole("n", n)
-        self.n = int(n)
-
-    def settings(self) -> dict[str, Setting]:
-        """Return n."""
-        return {**super().settings(), "n": self.n}
-
-    def ascent(self, step: int, main: Ascent) -> Ascent | None:
-        """Return the optimizer's ascent in every n-th step."""
-        return main if step % self.n == 0 else None
+from sparsam.schedules.base import Schedule
+from sparsam.settings import Setting
 
 
 class LastSteps(Schedule):
@@ -80,7 +27,7 @@ class LastSteps(Schedule):
     """
 
     def __init__(self, fraction: float, total_steps: int, before: Ascent | None = None) -> None:
-        check_share("fraction", fraction)
+        check_number("fraction", fraction, "a number in (0, 1]", lambda value: 0 < value <= 1)
         check_whole("total_steps", total_steps)
         if before is not None and not isinstance(before, Ascent):
             raise UserTypeError(f"before must be an ascent or None, but is {before!r}")
