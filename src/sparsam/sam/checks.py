@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsam.ascents import Ascent
-from sparsam.checks import check_rho, check_whole
+from sparsam.checks import check_number, check_rho, check_whole
 from sparsam.errors import UserRuntimeError, UserTypeError, UserValueError
 from sparsam.settings import Policy, differences
 
@@ -21,6 +22,20 @@ def check_policies(given: dict[str, tuple[Any, type[Policy]]]) -> None:
     for name, (policy, wanted) in given.items():
         if policy is not None and not isinstance(policy, wanted):
             raise UserTypeError(f"{name} must be a sparsam {name} or None, but is {policy!r}")
+
+
+def check_listed(ascent: Ascent | None, schedule: Policy, listed: Sequence[Ascent]) -> None:
+    """Refuse an ascent that a schedule takes and does not list."""
+    if ascent is not None and not any(ascent is other for other in listed):
+        raise UserValueError(
+            f"ascents(main) of {schedule!r} must return every ascent that a step may take, but {ascent!r} is not there"
+        )
+
+
+def check_scale(scale: float | Tensor) -> None:
+    """Refuse a scale of gradients that is no positive number (a tensor is not looked into: that would wait)."""
+    if not (isinstance(scale, Tensor) and scale.dim() == 0):
+        check_number("scale", scale, "a finite number > 0", lambda value: 0 < value < math.inf)
 
 
 def check_one_pass(mask: Policy, ascents: Sequence[Ascent]) -> None:
@@ -48,6 +63,11 @@ def check_arguments(params: Any, base_optimizer: Any) -> None:
 def check_base(base: Any) -> None:
     """Refuse base optimizers that cannot take the second half of a SAM step."""
     name = type(base).__name__
+    if isinstance(base, type):
+        raise UserTypeError(
+            f"base_optimizer must be an optimizer, but is the class {base.__name__}; SAM(params, {base.__name__}) "
+            f"takes a class"
+        )
     if not isinstance(base, Optimizer):
         raise UserTypeError(f"base_optimizer must make a torch.optim.Optimizer, but made {name}")
     if hasattr(base, "first_step"):

@@ -26,16 +26,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsam.ascents import Ascent, GradientAscent
-from sparsam.checks import check_rho
-from sparsam.errors import UserError, UserRuntimeError
+from sparsam.checks import check_module, check_rho
+from sparsam.errors import UserRuntimeError
 from sparsam.masks import DenseMask, Mask
 from sparsam.passes import Closure
 from sparsam.replay import passes_for
-from sparsam.sam.checks import check_arguments, check_base, check_groups, check_one_pass, check_policies, check_state
+from sparsam.sam.checks import (
+    check_arguments,
+    check_base,
+    check_groups,
+    check_listed,
+    check_one_pass,
+    check_policies,
+    check_state,
+)
 from sparsam.sam.closure import ClosureCheck
 from sparsam.sam.perturber import Perturber
 from sparsam.sam.phase import Phase, UsedGradients
-from sparsam.sam.wrapper import Wrapper, eager, plain
+from sparsam.sam.wrapper import Wrapper, eager
 from sparsam.schedules import EveryStep, Schedule
 from sparsam.selection import expand
 
@@ -130,6 +138,7 @@ class SAM(Wrapper):
     ) -> None:
         check_base(base)
         check_rho(rho)
+        check_module("model", model)
         check_policies({"mask": (mask, Mask), "ascent": (ascent, Ascent), "schedule": (schedule, Schedule)})
         self.ascent = GradientAscent() if ascent is None else ascent
         self.schedule = EveryStep() if schedule is None else schedule
@@ -151,21 +160,6 @@ class SAM(Wrapper):
         self._reloads = 0  # how often what a step reads was replaced: a captured graph goes on reading the old
         self._wrap(base, rho)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters; the mask is made anew in the next step."""
-        self._phase.refuse_inside_step("add_param_group")
-        rho = param_group.get("rho", self.defaults["rho"])
-        check_rho(rho, f"rho of parameter group {len(self.param_groups)}")
-        self.base_optimizer.add_param_group({**param_group, "rho": plain(rho)})
-        try:
-            check_groups(self.base_optimizer)
-            self._perturber.check(self.base_optimizer)
-        except UserError:
-            self.param_groups.pop()
-            raise
-        self._perturber.extend(len(self.param_groups[-1]["params"]))
-        self._reloads += 1
-
     # ------------------------------------------------------------------------------------------- the step
 
     @overload
@@ -178,10 +172,10 @@ class SAM(Wrapper):
         """Take one step.
 
         Args:
-            closure: Clears the gradients, computes the loss and its gradient and returns the loss. It is called twice
-                in a sharpness-aware step, at w and at w + eps, also if rho or the mask is zero. It is called once in a
-                base step, and in a step whose ascent takes one pass. None: take the base step that ends the two-step
-                use, or a base step of the schedule.
+            closure: Clears the gradients, computes the loss and its gradient and returns the loss. It is called twice,
+                at w and at w + eps, also if rho or the mask is zero; three times where replay proves a new path; once
+                in a base step or a step of one pass. None: take the base step that ends the two-step use, or one of
+                the schedule.
 
         Returns:
             What the first call of the closure returned: the loss at w, or, in a step of one pass, at w + eps.
@@ -213,6 +207,7 @@ class SAM(Wrapper):
     def _one_pass(self, closure: Closure, ascent: Ascent | None) -> Any:
         self._start()
         with self._perturbed(ascent, repeats=False):
+            self._phase = Phase.ONLY_PASS
             return self._closure_check.call(closure, self._params(), self._used_gradients)
 
     def _end_pass(self, ascent: Ascent | None) -> None:
@@ -223,11 +218,10 @@ class SAM(Wrapper):
             raise UserRuntimeError(
                 f"step() without closure needs `with opt.perturbed():` around the backward pass in a step of {ascent!r}"
             )
-        elif self._phase is Phase.IDLE or self._phase is Phase.FIRST_PASS:
+        elif self._phase in (Phase.IDLE, Phase.FIRST_PASS, Phase.ONLY_PASS):
             raise UserRuntimeError(
-                "step() without closure ends a step that first_step() or perturbed() began, but the "
-                f"optimizer is {self._phase.value}: SAM needs two gradients. Pass a closure, or call "
-                "first_step() after the first backward pass"
+                f"step() without closure ends a step that first_step() or perturbed() began, but the optimizer is "
+                f"{self._phase.value}: SAM needs two gradients. Pass a closure, or call first_step() first"
             )
         self._leave(Phase.READY)
 
@@ -298,6 +292,8 @@ class SAM(Wrapper):
             self._start()
         self._closure_check.cleared = True
         super().zero_grad(set_to_none)
+        if self._phase is Phase.IDLE:
+            self._used_gradients.note(self._params())  # zeros are no gradients of a first pass
 
     @property
     def needs_second_pass(self) -> bool:
@@ -316,7 +312,9 @@ class SAM(Wrapper):
     def _coming_ascent(self) -> Ascent | None:
         """Return the ascent of the coming step; the schedule is asked once a step."""
         if self._coming[0] != self.steps:
-            self._coming = self.steps, self.schedule.ascent(self.steps, self.ascent)
+            ascent = self.schedule.ascent(self.steps, self.ascent)
+            check_listed(ascent, self.schedule, self._perturber.ascents)
+            self._coming = self.steps, ascent
         return self._coming[1]
 
     def _start(self) -> None:
@@ -331,10 +329,9 @@ class SAM(Wrapper):
         repeats: bool | None = None,
         scale: float | Tensor | None = None,
     ) -> None:
-        """Go from w to w + eps.
+        """Go from w to w + eps. The pass that follows may repeat one at w: its random numbers, without moving buffers.
 
-        The pass that follows may repeat one at w: its random numbers, without moving buffers. Where the caller does not
-        say so, it does if the ascent takes two passes, or if there is a gradient that no base step has used.
+        By default it does if the ascent takes two passes, or if there is a gradient that no base step has used.
         """
         self._phase.refuse_inside_step("first_step() or perturbed()")
         params, rhos = self._params_and_rhos()
@@ -353,7 +350,7 @@ class SAM(Wrapper):
     @torch.no_grad()
     def _leave(self, phase: Phase) -> None:
         """Go back from w + eps to w, if that is where the weights are."""
-        if self._phase is not Phase.PERTURBED:
+        if self._phase not in (Phase.PERTURBED, Phase.ONLY_PASS):
             return
         self._perturber.restore()
         self._phase = phase
@@ -362,6 +359,7 @@ class SAM(Wrapper):
             self._passes.end_second(complete=phase is Phase.READY)
 
     def _base_step(self) -> None:
+        self._perturber.commit()
         self.base_optimizer.step()
         self.steps += 1
         self._start()
@@ -369,30 +367,27 @@ class SAM(Wrapper):
 
     # ------------------------------------------------------------------------------------ saving, copying
 
+    def _check_groups(self) -> None:
+        self._phase.refuse_inside_step("add_param_group")
+        check_groups(self.base_optimizer)
+        self._perturber.check(self.base_optimizer)
+
+    def _extend(self, count: int) -> None:
+        self._perturber.extend(count)
+        self._reloads += 1
+
     def _own_state(self) -> dict[str, Any]:
         self._phase.refuse_inside_step("state_dict()")
-        params = self._params()
-        return {
-            "settings": self._settings(),
-            "shapes": [list(p.shape) for p in params],
-            "steps": self.steps,
-            **self._perturber.state(params, self.steps),
-        }
+        return {"settings": self._settings(), **self._perturber.state(self._params(), self.steps)}
 
     def _check_state(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return sparsam's part of a state; refuse one that is not of this optimizer, before anything changes.
-
-        The model and the settings of mask, ascent and schedule must be those of the saved run. The mask's seed is taken
-        from the saved run, as is rho.
-        """
+        """Return sparsam's part of a state. The mask's seed is taken from it, as is rho; other settings must agree."""
         self._phase.refuse_inside_step("load_state_dict()")
         return check_state(state_dict, self._settings(), self._params(), len(self._perturber.ascents))
 
     def _load_own_state(self, own: dict[str, Any]) -> None:
         self._perturber.load(own, self._params())
-        self.steps = own["steps"]
-        self._coming = -1, None
-        self._reloads += 1
+        self.steps, self._reloads = own["steps"], self._reloads + 1
         self._start()
 
     def _settings(self) -> dict[str, Any]:
@@ -402,4 +397,4 @@ class SAM(Wrapper):
 
     def __getstate__(self) -> dict[str, Any]:
         self._phase.refuse_inside_step("copying or pickling")
-        return {**super().__getstate__(), "_coming": (-1, None)}
+        return super().__getstate__()

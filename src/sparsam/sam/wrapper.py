@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sparsam.checks import check_rho
+from sparsam.errors import UserError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -52,6 +53,27 @@ class Wrapper(Optimizer):
     @state.setter
     def state(self, state: defaultdict[Tensor, Any]) -> None:
         self.base_optimizer.state = state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters; the mask is made anew in the next step."""
+        rho = param_group.get("rho", self.defaults["rho"])
+        check_rho(rho, f"rho of parameter group {len(self.param_groups)}")
+        self._check_groups()
+        self.base_optimizer.add_param_group({**param_group, "rho": plain(rho)})
+        try:
+            self._check_groups()
+        except UserError:
+            self.param_groups.pop()
+            raise
+        self._extend(len(self.param_groups[-1]["params"]))
+
+    @abstractmethod
+    def _check_groups(self) -> None:
+        """Refuse parameter groups that cannot be, or cannot be now."""
+
+    @abstractmethod
+    def _extend(self, count: int) -> None:
+        """Make room for so many more parameters."""
 
     # ------------------------------------------------------------------------------------ saving, copying
 
