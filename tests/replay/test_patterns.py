@@ -136,8 +136,9 @@ LATE = [
     patterns.LateThroughData,
     patterns.LateDetachedWeight,
     patterns.LateLocalLearning,
+    patterns.ContextProofStopped,
 ]
-"""Do what the proof would notice, but only after it."""
+"""Do what the proof would notice, but only after it, or in a step in which it could not look."""
 
 NOTICED_BY_THE_PROOF_ALONE = [
     pattern
