@@ -13,11 +13,16 @@ from sparsam.replay.modules import parameters_before_by_order
 from sparsam.replay.proof import Outcome, difference, is_repeatable, matched
 from sparsam.replay.recording import Recording
 from sparsam.replay.replay import Path, Replay
+from sparsam.replay.reuse import OtherValuesError
 
 REMEDY = (
     "Does code beside the modules keep, change or draw something? Put it into a module, choose a cut after it, or use "
     "a mask without a cut"
 )
+
+
+class NotProvenError(Exception):
+    """A shorter pass was not the one that was to be proven."""
 
 
 def passes_for(model: nn.Module | None, network: nn.Module | None, cut: str | None) -> Passes:
@@ -105,7 +110,7 @@ class ReplayedPasses(Passes):
                 return closure()
         except Exception as error:  # of replay or of the closure: a whole pass tells
             loss = self._whole(closure)
-            self.replay.give_up(f"replay from {recording.cut!r} ended with {_shown(error)}. {REMEDY}")
+            self.replay.give_up(f"replay from {recording.cut!r} was given up: {_shown(error)}. {REMEDY}")
             return loss
 
     def _prove_first(self, closure: Closure, recording: Recording, path: Path) -> None:
@@ -115,8 +120,11 @@ class ReplayedPasses(Passes):
         result = Outcome.of(model, closure())
 
         def shorter() -> Any:
-            with self.replay.first_pass(proof=True):
-                return closure()
+            with self.replay.first_pass(proof=True) as shortened:
+                loss = closure()
+            if shortened.path != recording.path or shortened.open:
+                raise NotProvenError(shortened.obstacle or "it took another path")
+            return loss
 
         but = {name for name, p in model.named_parameters() if p in prefix}
         reason = self._compare(closure, shorter, None if self.replay.distributed else result, recording, but)
@@ -128,8 +136,11 @@ class ReplayedPasses(Passes):
         """Run a pass from the cut, and a whole one, whose gradients stay; compare loss and all gradients."""
 
         def shorter() -> Any:
-            with self.replay.second_pass(recording, self._keep_skipped):
-                return closure()
+            with self.replay.second_pass(recording, self._keep_skipped) as reuse:
+                loss = closure()
+            if reuse.stopped:
+                raise NotProvenError(reuse.stopped)
+            return loss
 
         reason = self._compare(closure, shorter, None, recording)
         if self.replay.distributed:
@@ -201,5 +212,7 @@ def _uses_tf32(model: nn.Module) -> bool:
 
 
 def _shown(error: Exception) -> str:
-    """Return an error's type and the first line of its message."""
+    """Return the first line of an error's message, after its type where that is not replay's own."""
+    if isinstance(error, (NotProvenError, OtherValuesError)):
+        return str(error)
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -93,12 +93,17 @@ class Recorder:
         recording: Where to.
         reach: Called where the cut is reached: it fills in `before`, and may leave the recording open.
         needs_gradient: Tells whether the suffix must see an input that requires a gradient.
+        gradients: Returns the gradients of a module's parameters.
     """
 
     def __init__(
-        self, recording: Recording, reach: Callable[[Recording], None], needs_gradient: Callable[[Recording], bool]
+        self,
+        recording: Recording,
+        reach: Callable[[Recording], None],
+        needs_gradient: Callable[[Recording], bool],
+        gradients: Callable[[str], list[Tensor | None]],
     ) -> None:
-        self.recording, self.reach, self.needs_gradient = recording, reach, needs_gradient
+        self.recording, self.reach, self.needs_gradient, self.gradients = recording, reach, needs_gradient, gradients
         self._detach: Callable[[Tensor], Tensor] = Tensor.detach
         self._watched: set[Node] = set()
         self._known: set[Node] = set()  # nodes that modules have returned
@@ -119,7 +124,12 @@ class Recorder:
             return call(*args, **kwargs)
         self._enter(args, kwargs)
         self._note_between(args, kwargs)
+        containers, grads = contents(args, kwargs), self.gradients(name)
         output = call(*args, **kwargs)
+        if containers != contents(args, kwargs):
+            recording.obstacle = recording.obstacle or f"{name!r} changes a list or dict that it is given"
+        if any(now is not before for now, before in zip(self.gradients(name), grads, strict=True)):
+            recording.obstacle = recording.obstacle or f"{name!r} computes gradients itself"
         if recording.input is None:  # a module that holds the cut in a second place is not before it
             tensors = tensors_in(output)
             self._known.update(node for t in tensors if (node := node_of(t)) is not None)
@@ -220,6 +230,12 @@ def plain_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any,
         for leaf in tree_leaves(value)
         if not isinstance(leaf, Tensor)
     )
+
+
+def contents(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return what the lists and dicts among arguments hold, by identity, to see whether a call changes them."""
+    values = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, dict))]
+    return [[id(item) for item in (v if isinstance(v, list) else (*v, *v.values()))] for v in values]
 
 
 def runs_distributed() -> bool:

@@ -76,6 +76,7 @@ class Replay:
         self._steps = 0
         self._places: Places | None = None
         self._ahead: list[tuple[str, nn.Module]] = []  # modules before the cut, from the next step on
+        self._parameters: dict[str, list[nn.Parameter]] = {}  # of modules before the cut
         self._equal_copies = False  # whether the closure makes its batch anew in each call, with the same values
         self._off: str | None = None  # why replay is not even tried
         self._warned = False
@@ -84,7 +85,7 @@ class Replay:
 
     def __getstate__(self) -> dict[str, Any]:
         # Identities of parameters and whatever a step left do not travel.
-        return {**self.__dict__, "recording": None, "_paths": {}, "_places": None, "_ahead": []}
+        return {**self.__dict__, "recording": None, "_paths": {}, "_places": None, "_ahead": [], "_parameters": {}}
 
     @property
     def distributed(self) -> bool:
@@ -104,13 +105,13 @@ class Replay:
         Args:
             proof: End it there although the path is not proven yet.
         """
-        if self._ahead and self._places:
+        if self._ahead and self._places and not proof:
             self._places = self._places._replace(before=self._ahead)
-        self._ahead = []
+            self._ahead = []
         params = list(self.model.parameters())
         devices, trained = frozenset(p.device for p in params), tuple(p.requires_grad for p in params)
         recording = Recording(self.cut, devices, trained)
-        recorder = Recorder(recording, partial(self._reach, proof=proof), self._needs_gradient)
+        recorder = Recorder(recording, partial(self._reach, proof=proof), self._needs_gradient, self._gradients)
         with self.alone() if self._off is None else nullcontext(), self._intercepted(recorder):
             yield recording
         for hook in recording.hooks:
@@ -155,6 +156,11 @@ class Replay:
         path = self._paths.get(recording.path)
         return path is not None and path.custom
 
+    def _gradients(self, name: str) -> list[Tensor | None]:
+        if name not in self._parameters:  # once: walking a module takes time
+            self._parameters[name] = list(self.model.get_submodule(name).parameters())
+        return [p.grad for p in self._parameters[name]]
+
     def learn(self, loss: Any) -> None:
         """Keep what a whole pass on a new path showed."""
         recording = self.recording
@@ -188,7 +194,7 @@ class Replay:
         return None if reason else self._paths.get(recording.path)
 
     @contextmanager
-    def second_pass(self, recording: Recording, in_full: Callable[[], None]) -> Iterator[None]:
+    def second_pass(self, recording: Recording, in_full: Callable[[], None]) -> Iterator[Reuse]:
         """Let the block's forward pass start at the cut, as far as that gives what the whole pass would.
 
         Args:
@@ -197,7 +203,7 @@ class Replay:
         """
         reuse = Reuse(recording, in_full, self._equal_copies)
         with self._intercepted(reuse):
-            yield
+            yield reuse
         self._equal_copies = reuse.equal_copies
         if reuse.another_batch:
             self._off = reuse.stopped
