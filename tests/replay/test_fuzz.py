@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass
+from textwrap import indent
 
 import pytest
 from oracle import judge
-from programs import STEPS, Witness, draw
+from programs import STEPS, Case, Witness, draw
 
 from sparsam.errors import UserError
 
@@ -33,9 +34,22 @@ class Result:
         return f"differs by {self.wrong:.2g}" if self.wrong >= EXACT else ""
 
 
+# Programs that were once wrong, or ended with a raw error: with seed 1 x.sum() > 0 holds on the last batches only.
+FOUND = {
+    "a branch of later steps changes data in place": "h = self.p0(x)\nif x.sum() > 0:\n    h.data.mul_(1.5)",
+    "a branch of later steps moves a buffer": (
+        "h = self.p0(x - self.mean)\nif x.sum() > 0:\n    self.mean = self.mean.lerp(x.mean(0), 0.1)"
+    ),
+    "a view without gradient": "h = self.p0(x) + 1\nwith torch.no_grad():\n    h = h.T\nh = self.p2(h)",
+}
+
+
 @functools.cache
 def result_of(seed: int, *, proves: bool = True) -> Result:
-    case = draw(seed)
+    return result_of_case(draw(seed), proves=proves)
+
+
+def result_of_case(case: Case, *, proves: bool = True) -> Result:
     model = case.build()
     witness = Witness(case, model)
     try:
@@ -64,6 +78,15 @@ def test_programs_are_exact(first):
 @pytest.mark.parametrize("first", range(QUICK, ALL, CHUNK))
 def test_many_programs_are_exact(first):
     check(range(first, first + CHUNK))
+
+
+@pytest.mark.xfail(strict=True, reason="not mended yet")
+@pytest.mark.parametrize("lines", FOUND.values(), ids=FOUND)
+def test_programs_that_were_found(lines):
+    source = indent(f"{lines}\nreturn self.head(self.p1(h).tanh()), []", "    ")
+    kinds = dict.fromkeys(("p0", "p1", "p2"), "Linear")
+    result = result_of_case(Case(kinds, f"def forward(self, x, odd):\n{source}", seed=1, cut="p1"))
+    assert not result.fault
 
 
 def test_a_third_of_the_programs_is_replayed():

@@ -266,7 +266,8 @@ LINES: dict[Callable[[Draw], str], int] = {
     statement("notes.append({a}.mean(0))"): 1,
     # control flow
     block("with torch.no_grad():"): 1,
-    block("if odd:", "if not odd:", "if x.sum() > 0:", "if {a}.sum() > 0:"): 3,
+    block("if odd:", "if not odd:", "if {a}.sum() > 0:"): 2,
+    block("if x.sum() > 0:"): 4,  # on late batches only, for half of the seeds
     block("for _ in range(2 if odd else 1):"): 1,
 }
 
@@ -331,7 +332,9 @@ class Case:
 
     def loss(self, model: nn.Module, step: int) -> Tensor:
         """Return the loss in a step: of the output, of what was appended, of what stays in the drawer."""
-        out, notes = model(self.batches[step], odd=step % 2 == 1)
+        # One more argument is one more path to prove: a program that does not use it is not given it.
+        used = "odd:" in self.source or "odd else" in self.source
+        out, notes = model(self.batches[step], odd=used and step % 2 == 1)
         extra = [*notes, *(t for key, t in model.drawer.items() if key == "loss")]
         return (out.tanh() - self.targets[step]).square().mean() + sum(0.3 * t.tanh().square().mean() for t in extra)
 
