@@ -192,7 +192,7 @@ def plot(result, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--networks", nargs="+", default=["resnet18"], choices=list(CUTS))
+    parser.add_argument("--networks", nargs="+", default=list(CUTS), choices=list(CUTS))
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="bf16")
     parser.add_argument("--rounds", type=int, default=7)
