@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable
 from numbers import Integral, Real
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from sparsam.errors import UserValueError
+from sparsam.errors import UserTypeError, UserValueError
 
 
 def check_rho(rho: object, name: str = "rho") -> None:
@@ -16,6 +16,14 @@ def check_rho(rho: object, name: str = "rho") -> None:
     if isinstance(rho, Tensor) and rho.dim() == 0:
         return
     check_number(name, rho, "a finite number >= 0", lambda value: 0 <= value < math.inf)
+
+
+def check_module(name: str, value: object, *, optional: bool = True) -> None:
+    """Refuse what is not a module."""
+    if not isinstance(value, nn.Module) and not (optional and value is None):
+        raise UserTypeError(
+            f"{name} must be a module, but is a {type(value).__name__}; pass the model, not its parameters"
+        )
 
 
 def check_share(name: str, value: object) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sparsam.ascents import Ascent
+from sparsam.errors import UserRuntimeError
 from sparsam.sam import SAM
 from sparsam.selection import Selection
 
@@ -43,6 +44,8 @@ class CapturedStep:
     """
 
     def __init__(self, opt: Optimizer, closure: Callable[[], Tensor]) -> None:
+        if not torch.cuda.is_available():
+            raise UserRuntimeError("CapturedStep needs a CUDA device, but there is none; call opt.step(closure)")
         self.opt, self.closure = opt, closure
         self.eager_because: str | None = None
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # of eager steps: not the default one
@@ -55,14 +58,18 @@ class CapturedStep:
         """Take a step; return the loss, in a tensor that the next step may overwrite."""
         sam = self.opt if isinstance(self.opt, SAM) else None
         ascent = sam._coming_ascent() if sam else None
+        selection, trained = sam._perturber.graph_inputs(sam._params()) if sam else (None, None)
+        inputs = sam and sam._reloads, trained
+        if inputs != self._inputs:
+            self._taken.clear()  # what is trained decides a path through the model, which eager steps prove
+            self._graphs.clear()
+            self._inputs = inputs
         self._taken[ascent] += 1
         if self._taken[ascent] <= WARM_UP or self.eager_because or (sam and self._makes_mask(sam)):
             return self._eager()
-        selection, trained = sam._perturber.graph_inputs(sam._params()) if sam else (None, None)
-        inputs = sam and sam._reloads, trained
-        if selection is not self._selection or inputs != self._inputs:
+        if selection is not self._selection:
             self._graphs.clear()  # all of them: they share memory
-            self._selection, self._inputs = selection, inputs
+            self._selection = selection
         if ascent not in self._graphs:
             self._graphs[ascent] = self._capture()
         captured = self._graphs[ascent]

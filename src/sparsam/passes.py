@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,8 @@ class Passes:
     """Runs both passes of a step in full; :class:`sparsam.replay.ReplayedPasses` leaves out what it can.
 
     The second pass draws the random numbers of the first, so that dropout is the same function of the input in both.
-    Afterwards torch's generators stand where the first pass left them. The running statistics of normalisation layers
-    are those of the first pass alone. Without a model nothing is kept or changed.
+    Afterwards torch's generators stand where the first pass left them. Buffers (running statistics, spectral norm's
+    vectors, means of one's own) are those of the first pass alone. Without a model nothing is kept or changed.
 
     Args:
         model: Whose buffers and devices.
@@ -36,7 +36,8 @@ class Passes:
         self._tracking: list[_BatchNorm] = []
         self._after_first: RngState = {}
         self._warned = False
-        self._params = self._find_params()
+        self._moving: set[tuple[nn.Module, str]] = set()  # buffers that a first pass has moved
+        self._look()
         self.start()
 
     # ---------------------------------------------------------------------------- what replay does otherwise
@@ -76,10 +77,12 @@ class Passes:
     def start(self) -> None:
         """Note that the first pass starts here."""
         self._before_first = self._rng_state()
+        self._versions = [(place, _version(place.buffer)) for place in self._places]
 
     def begin_second(self) -> None:
         """Start the second pass: random numbers from where the first pass started."""
-        self._params = self._find_params()
+        self._moving |= {(place.module, place.name) for place, version in self._versions if place.moved(version)}
+        self._look()
         if self.model is not None:
             self._keep_buffers(self.model.modules())
         self._after_first = self._rng_state()
@@ -93,7 +96,14 @@ class Passes:
         compiled = {part for module in modules if is_compiled(module) for part in module.modules()}
         tracking = [module for module in modules if module not in compiled and _tracks(module)]
         self._tracking += tracking
-        self._buffers.append(SavedBuffers([m for m in modules if m not in set(tracking)], STATISTICS))
+        others = [place for place in _places(modules) if place.module not in set(tracking)]
+        self._buffers.append(
+            SavedBuffers(
+                place
+                for place in others
+                if (place.module, place.name) in self._moving or (place.module in compiled and place.name in STATISTICS)
+            )
+        )
         for module in tracking:
             module.track_running_stats = False  # cheaper than to save the statistics and put them back
 
@@ -127,22 +137,31 @@ class Passes:
     def _rng_state(self) -> RngState:
         return {} if self.model is None else get_rng_state({p.device for p in self._params})
 
-    def _find_params(self) -> list[nn.Parameter]:
-        """Return the model's parameters; once a step, because walking a model takes time."""
-        return [] if self.model is None else list(self.model.parameters())
+    def _look(self) -> None:
+        """Find the model's parameters and buffers; once a step, because walking a model takes time."""
+        modules = [] if self.model is None else list(self.model.modules())
+        self._params = [p for module in modules for p in module._parameters.values() if p is not None]
+        self._places = _places(module for module in modules if not _tracks(module))
+
+
+class Place(NamedTuple):
+    """Where a module has a buffer, and the buffer that was there."""
+
+    module: nn.Module
+    name: str
+    buffer: Tensor
+
+    def moved(self, version: int) -> bool:
+        """Tell whether the buffer was replaced, or changed in place since it had a version."""
+        return self.module._buffers.get(self.name) is not self.buffer or _version(self.buffer) != version
 
 
 class SavedBuffers:
-    """The buffers of modules, to be put back bit for bit, also where a module has replaced one.
+    """Buffers of modules, to be put back bit for bit, also where a module has replaced one."""
 
-    Args:
-        modules: The modules.
-        names: Only buffers with these names.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module], names: Collection[str]) -> None:
-        self._places = [place for place in _buffers(modules) if place[1] in names]
-        self._saved = save(buffer for _, _, buffer in self._places)
+    def __init__(self, places: Iterable[Place]) -> None:
+        self._places = list(places)
+        self._saved = save(place.buffer for place in self._places)
 
     def restore(self) -> None:
         """Put the buffers back."""
@@ -157,7 +176,7 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
 
     The block works on copies of the buffers: a graph that has kept one of them does not find it changed.
     """
-    places = _buffers(model.modules())
+    places = _places(model.modules())
     copies = {buffer: buffer.clone() for _, _, buffer in places}
     with fork_rng({p.device for p in model.parameters()}):
         try:
@@ -200,7 +219,14 @@ def _tracks(module: nn.Module) -> TypeGuard[_BatchNorm]:
     )
 
 
-def _buffers(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Tensor]]:
+def _places(modules: Iterable[nn.Module]) -> list[Place]:
     return [
-        (module, name, buffer) for module in modules for name, buffer in module._buffers.items() if buffer is not None
+        Place(module, name, buffer)
+        for module in modules
+        for name, buffer in module._buffers.items()
+        if buffer is not None
     ]
+
+
+def _version(buffer: Tensor) -> int:
+    return -1 if buffer.is_inference() else buffer._version

@@ -31,36 +31,33 @@ class Saved(NamedTuple):
 
 def perturb(
     params: Sequence[Tensor],
-    grads: Sequence[Tensor],
+    directions: Sequence[Tensor],
     selection: Sequence[Tensor | bool],
     rhos: Sequence[float | Tensor],
     *,
     adaptive: bool = False,
     norm: Tensor | None = None,
-    guard: bool = True,
 ) -> list[Saved]:
     """Add eps to the weights in place; return what :func:`restore` needs to take it back.
 
-    Only tensors of which something is perturbed are saved. A gradient whose norm is zero or not finite
+    Only tensors of which something is perturbed are saved. A direction whose norm is zero or not finite
     gives no perturbation.
 
     Args:
         params, directions, selection, rhos: One of each for every tensor. A rho below 0 goes against the direction.
         adaptive: The perturbation of ASAM.
-        norm: To divide by; default: that of all the gradients.
-        guard: Make sure that a weight whose gradient is not finite stays as it is. That takes two more passes over the
-            weights, which whoever knows that such a step is lost anyhow can save.
+        norm: To divide by; default: that of all the directions.
     """
     if norm is None:
-        norm = gradient_norm(params, grads, adaptive=adaptive)
+        norm = gradient_norm(params, directions, adaptive=adaptive)
     chosen = [i for i, m in enumerate(selection) if m is not False and (isinstance(rhos[i], Tensor) or rhos[i])]
     saved: list[Saved] = []
     try:
         for indices in _buckets((id(rhos[i]), params[i], i) for i in chosen):
             w = [params[i] for i in indices]
-            g = [grads[i] for i in indices]
+            d = [directions[i] for i in indices]
             m = [selection[i] for i in indices]
-            eps = _perturbation(w, g, m, rhos[indices[0]], norm, adaptive, guard)
+            eps = _perturbation(w, d, m, rhos[indices[0]], norm, adaptive)
             saved.append(_save_bucket(w))
             torch._foreach_add_(w, eps)
     except BaseException:  # out of memory, say: all or nothing
@@ -87,20 +84,23 @@ def gradient_norm(params: Sequence[Tensor], grads: Sequence[Tensor], *, adaptive
     return torch.linalg.vector_norm(together)  # type: ignore[no-any-return]
 
 
-def blend(targets: Sequence[Tensor], sources: Sequence[Tensor], weight: Tensor, *, where: Tensor) -> None:
-    """Move targets towards sources in place, t <- t + weight (s - t), if `where` is true: the device decides.
+def blended(targets: Sequence[Tensor], sources: Sequence[Tensor], weight: Tensor, *, where: Tensor) -> list[Tensor]:
+    """Return t + weight (s - t) for targets t and sources s if `where` is true, else t: the device decides.
 
     Args:
-        targets, sources: Tensors of the same shapes; the targets are on one device and of one dtype each bucket.
+        targets, sources: Tensors of the same shapes.
         weight: A number in a 0-d tensor.
-        where: A bool in a 0-d tensor. Where it is false the targets stay, also if a source is not finite.
+        where: A bool in a 0-d tensor. Where it is false a source that is not finite does no harm.
     """
+    result = list(targets)
     for indices in _buckets((None, t, i) for i, t in enumerate(targets)):
         bucket = [targets[i] for i in indices]
         old, _ = _flat_copies(bucket, bucket[0].dtype)
         new, views = _flat_copies([sources[i] for i in indices], old.dtype, like=bucket)
         new.copy_(torch.where(where, torch.lerp(old, new, weight.to(old.dtype)), old))
-        torch._foreach_copy_(bucket, views)
+        for i, view in zip(indices, views, strict=True):
+            result[i] = view
+    return result
 
 
 def converted(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
@@ -136,20 +136,17 @@ def restore(saved: Iterable[Saved]) -> None:
 
 def _perturbation(
     w: list[Tensor],
-    g: list[Tensor],
+    d: list[Tensor],
     m: list[Tensor | bool],
     rho: float | Tensor,
     norm: Tensor,
     adaptive: bool,
-    guard: bool,
 ) -> list[Tensor]:
     """Return eps for the tensors of one bucket."""
     dtype = accumulation_dtype(w[0])
     scale = (rho / norm).to(w[0].device)
     leave = ~((scale != 0) & (scale.abs() < torch.inf))  # true for a norm of 0, inf or NaN, and for rho = 0
-    if not guard and not adaptive and all(mask is True for mask in m) and {t.dtype for t in (*w, *g)} == {dtype}:
-        return list(torch._foreach_mul(g, scale.masked_fill(leave, 0.0)))
-    flat, eps = _flat_copies(g, dtype, like=w)
+    flat, eps = _flat_copies(d, dtype, like=w)
     if adaptive:
         flat.mul_(_flat_copies(w, flat.dtype)[0].square_())
     flat.mul_(scale)

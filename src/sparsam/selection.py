@@ -69,6 +69,10 @@ def settle(selection: Sequence[Tensor | bool], params: Sequence[Tensor]) -> Sele
         raise UserValueError(f"a mask must say something of each of {len(params)} tensors, but has {len(selection)}")
     indices, tensors = [], []
     for i, (m, p) in enumerate(zip(selection, params, strict=True)):
+        if not isinstance(m, (bool, Tensor)):
+            raise UserValueError(
+                f"a mask must be True, False or a bool tensor of shape {tuple(p.shape)}, but is {m!r} for parameter {i}"
+            )
         if isinstance(m, Tensor):
             if m.shape != p.shape or m.dtype != torch.bool:
                 raise UserValueError(

@@ -20,9 +20,9 @@ class Policy:
 
 
 def _described(settings: dict[str, Setting]) -> str:
-    name, *rest = settings.items()
-    values = (f"{key}={_described(value) if isinstance(value, dict) else repr(value)}" for key, value in rest)
-    return f"{name[1]}({', '.join(values)})"
+    rest = {key: value for key, value in settings.items() if key != "type"}
+    values = (f"{key}={_described(value) if isinstance(value, dict) else repr(value)}" for key, value in rest.items())
+    return f"{settings['type']}({', '.join(values)})"
 
 
 def differences(*settings: dict[str, Any]) -> dict[str, tuple[Any, ...]]:

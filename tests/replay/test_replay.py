@@ -28,6 +28,7 @@ from reference import SuffixReference, check_step, suffix_masks
 from sparsam import SAM, DynamicMask, FisherMask, RandomMask, SuffixMask, find_cuts
 
 CLIP = 0.05
+PROOF = 2  # steps in which a new path is proven, with one further call of the closure
 every_cut = pytest.mark.parametrize(("name", "cut"), EVERY_CUT)
 small_cuts = pytest.mark.parametrize(("name", "cut"), [c for c in EVERY_CUT if c[0] != "resnet18"])
 
@@ -77,13 +78,10 @@ def test_every_step_equals_that_of_two_whole_passes(name, cut):
 
 @small_cuts
 def test_with_clipping_inside_the_closure(name, cut):
-    """The first pass clips what it has, the gradient behind the cut; the second one all of it."""
-    for result, expected in run_both(name, cut, clip=CLIP):
-        if name == "gpt":  # the head's share of the tied weight's gradient is clipped too: other last bits of eps
-            for key in expected:
-                torch.testing.assert_close(result[key], expected[key], rtol=1e-11, atol=1e-13)
-        else:
-            assert differences(result, expected) == []
+    """A first pass that ends at the cut clips the gradient of the suffix, a whole one all of it: other last bits."""
+    for result, expected in run_both(name, cut, clip=CLIP, steps=4):
+        for key in expected:
+            torch.testing.assert_close(result[key], expected[key], rtol=1e-10, atol=1e-12)
 
 
 @small_cuts
@@ -181,6 +179,11 @@ def test_nothing_before_the_cut_is_computed_twice(name, cut):
         closures.update(["closure"])
         return closure_of(model, opt.zero_grad, batch)()
 
+    for _ in range(PROOF):
+        opt.step(closure)
+    assert closures["closure"] == 3 * PROOF
+    closures.clear()
+    calls.clear()
     for _ in range(steps):
         opt.step(closure)
     assert closures["closure"] == 2 * steps
@@ -313,7 +316,7 @@ def test_autocast_of_a_weight_on_both_sides_of_the_cut():
 
 # ------------------------------------------------------------------------------------------------- distributed
 
-DDP_STEPS = 3
+DDP_STEPS = 4
 DDP_OPTIONS = {
     "plain": {},
     "finding unused parameters": {"find_unused_parameters": True},
@@ -370,4 +373,6 @@ def test_distributed_ranks_agree_and_average_the_second_gradient(ranks, options)
                 torch.testing.assert_close(states[rank][step][f"{name}, gradient"], p.grad, rtol=1e-12, atol=1e-14)
     for results in ranks:
         calls = results[options][1]
-        assert (calls["0"], calls["8"]) == (DDP_STEPS, 2 * DDP_STEPS)
+        proof = 2 + 2  # a whole pass and a shorter one, without other processes; ...
+        assert calls["0"] == DDP_STEPS + PROOF + proof - 1  # ... the second of the shorter ones leaves the prefix out
+        assert calls["8"] == 2 * DDP_STEPS + proof

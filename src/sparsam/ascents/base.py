@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from torch import Tensor
@@ -35,13 +35,19 @@ class Ascent(Policy, ABC):
             base: The base optimizer.
         """
 
-    def remember(self, params: Sequence[Tensor], grads: Sequence[Tensor], memory: Memory, norm: Tensor) -> None:
-        """Bring the memory up to date, after the weights were perturbed.
+    def remember(
+        self, params: Sequence[Tensor], grads: Sequence[Tensor], memory: Memory, norm: Tensor
+    ) -> Callable[[], None] | None:
+        """Return what brings the memory up to date; None if there is nothing to do.
+
+        It is called when the step is taken. A step that is given up, or that a gradient scaler skips, leaves the memory
+        as it was.
 
         Args:
             params, grads, memory: As for :meth:`direction`.
-            norm: That of d: not finite if a gradient is not.
+            norm: The norm of d: not finite if a gradient is not.
         """
+        return None
 
     def radius(self, rho: float | Tensor) -> float | Tensor:
         """Return the radius, given that of a parameter group; below 0 the perturbation goes against d."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from sparsam.ascents.base import Ascent, Memory
 from sparsam.checks import check_number, check_share
-from sparsam.perturbation import accumulation_dtype, blend, converted
+from sparsam.perturbation import accumulation_dtype, blended, converted
 from sparsam.settings import Setting
 
 
@@ -20,7 +20,8 @@ class FriendlyAscent(Ascent):
     .. math::  d = g - \sigma m, \qquad m \leftarrow \lambda m + (1 - \lambda)\, g
 
     A parameter's first gradient sets its mean: d = g, m = g. The mean follows g over the whole scope of the mask,
-    whatever the mask selects. A gradient that is not finite does not move it. The device decides that: nothing waits.
+    whatever the mask selects. A gradient that is not finite does not move it (the device decides that: nothing
+    waits), nor does a step that is given up.
 
     Args:
         sigma: How much of the mean is subtracted, at least 0.
@@ -44,17 +45,26 @@ class FriendlyAscent(Ascent):
         means = [memory[p]["mean"] for p in params]
         return torch._foreach_sub(converted(grads, means), means, alpha=self.sigma)
 
-    def remember(self, params: Sequence[Tensor], grads: Sequence[Tensor], memory: Memory, norm: Tensor) -> None:
-        """Let m follow g, where g is finite."""
+    def remember(
+        self, params: Sequence[Tensor], grads: Sequence[Tensor], memory: Memory, norm: Tensor
+    ) -> Callable[[], None]:
+        """Return what lets m follow g, where g is finite."""
         together: dict[int, list[int]] = {}  # parameters that came in the same step share `seen`
         for i, p in enumerate(params):
             together.setdefault(id(memory[p]["seen"]), []).append(i)
+        updates: list[tuple[list[Tensor], list[Tensor]]] = []
         for indices in together.values():
             seen = memory[params[indices[0]]]["seen"]
             finite = norm.isfinite().to(seen.device)
             means = [memory[params[i]]["mean"] for i in indices]
-            blend(means, [grads[i] for i in indices], 1 - self.decay * seen, where=finite)
-            seen.copy_(torch.maximum(seen, finite.to(seen.dtype)))
+            new = blended(means, [grads[i] for i in indices], 1 - self.decay * seen, where=finite)
+            updates.append(([*means, seen], [*new, torch.maximum(seen, finite.to(seen.dtype))]))
+
+        def update() -> None:
+            for old, new in updates:
+                torch._foreach_copy_(old, new)
+
+        return update
 
     def _meet(self, new: Sequence[Tensor], memory: Memory) -> None:
         """Give new parameters a mean of 0, and note on the device that no gradient has set it yet."""

@@ -17,7 +17,9 @@ def of_rank_zero(selection: Sequence[Tensor | bool], params: Sequence[Tensor]) -
     Ranks differ in what a mask may look at: running statistics, a gradient that is not synchronised, the
     last bits of any result. Without a process group the selection is returned as it is.
     """
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    # Whole tensors are chosen by what they are, which is the same on all ranks.
+    whole = not any(isinstance(m, Tensor) for m in selection)
+    if whole or not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return list(selection)
     flat = flatten(expand(selection, params)).view(torch.uint8)
     dist.broadcast(flat, src=0)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import Dataset, default_collate
 
-from sparsam.checks import check_choice, check_whole
+from sparsam.checks import check_choice, check_module, check_whole
 from sparsam.errors import UserTypeError, UserValueError
 from sparsam.fisher import METHODS, diagonal_fisher
 from sparsam.masks.base import Scope
@@ -51,6 +51,7 @@ class FisherMask(SparseMask):
         seed: int = 0,
         method: str = "signs",
     ) -> None:
+        check_module("model", model, optional=False)
         check_whole("samples", samples)
         check_choice("method", method, METHODS)
         for name in ("__getitem__", "__len__"):
@@ -64,8 +65,8 @@ class FisherMask(SparseMask):
                 f"samples must be at most the size of the dataset, {len(dataset)}, but is {samples} (default 128)"  # type: ignore[arg-type]
             )
         super().__init__(sparsity, interval, seed)
-        self.scope = Scope(model)
-        self.model, self.loss_fn, self.dataset = model, loss_fn, dataset
+        self.scope, self._network = Scope(model), model
+        self.loss_fn, self.dataset = loss_fn, dataset
         self.samples, self.method = int(samples), method
 
     def settings(self) -> dict[str, Setting]:
@@ -81,9 +82,9 @@ class FisherMask(SparseMask):
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise UserValueError(f"dataset must hold (input, target) pairs, but dataset[{chosen[0]}] is not one")
         inputs, targets = batch
-        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        trainable = [p for p in self._network.parameters() if p.requires_grad]
         device = trainable[0].device if trainable else None
         inputs, targets = tree_map_only(Tensor, lambda t: t.to(device), (inputs, targets))
-        fisher = diagonal_fisher(self.model, self.loss_fn, inputs, targets, method=self.method, generator=generator)
+        fisher = diagonal_fisher(self._network, self.loss_fn, inputs, targets, method=self.method, generator=generator)
         by_parameter = dict(zip(trainable, fisher, strict=True))
         return flatten(match(by_parameter, params))

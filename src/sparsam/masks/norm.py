@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from sparsam.checks import check_module
 from sparsam.errors import UserValueError
 from sparsam.masks.base import Mask, Scope
 from sparsam.selection import Selection
@@ -28,14 +29,15 @@ class NormMask(Mask):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.scope = model, Scope(model)
+        check_module("model", model, optional=False)
+        self._network, self.scope = model, Scope(model)
         if not self._parameters():
             raise UserValueError("model has no normalisation layer with parameters, so NormMask would perturb nothing")
 
     def _parameters(self) -> set[Tensor]:
         return {
             p
-            for module in self.model.modules()
+            for module in self._network.modules()
             if any(NORMALISATION.search(cls.__name__) for cls in type(module).mro())
             for p in module.parameters(recurse=False)
         }

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from sparsam.checks import check_module
 from sparsam.errors import UserTypeError
 from sparsam.masks.base import Mask, Scope
 from sparsam.replay.modules import get_module, unwrap
@@ -36,10 +37,7 @@ class SuffixMask(Mask):
     """
 
     def __init__(self, model: nn.Module, cut: str, *, inner: Mask | None = None) -> None:
-        if not isinstance(model, nn.Module):
-            raise UserTypeError(
-                f"model must be a module, but is a {type(model).__name__}; pass the model, not its parameters"
-            )
+        check_module("model", model, optional=False)
         if isinstance(model, nn.DataParallel):
             raise UserTypeError(
                 "model must not be a DataParallel, whose copies run elsewhere; use DistributedDataParallel"

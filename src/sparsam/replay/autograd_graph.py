@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -17,16 +17,26 @@ def tensors_in(*values: Any) -> list[Tensor]:
     return [t for t in tree_leaves(values) if isinstance(t, Tensor)]
 
 
-def reachable_nodes(tensors: Iterable[Tensor]) -> set[Node]:
-    """Return every node that a backward pass from the tensors would reach; parameters are nodes with a `variable`."""
+def reachable_nodes(tensors: Iterable[Tensor], stop: Collection[Node] = ()) -> set[Node]:
+    """Return every node that a backward pass from the tensors would reach; parameters are nodes with a `variable`.
+
+    Args:
+        tensors: Where the backward pass starts.
+        stop: Nodes at which it ends; they are not among the result.
+    """
     found: set[Node] = set()
     todo = [node_of(t) for t in tensors]
     while todo:
         node = todo.pop()
-        if node is not None and node not in found:
+        if node is not None and node not in found and node not in stop:
             found.add(node)
             todo += [next_node for next_node, _ in node.next_functions]
     return found
+
+
+def parameters_of(nodes: Iterable[Node]) -> set[Tensor]:
+    """Return the parameters whose gradients nodes take."""
+    return {leaf for node in nodes if (leaf := leaf_of(node)) is not None}
 
 
 def node_of(tensor: Tensor) -> Node | None:
@@ -37,3 +47,11 @@ def node_of(tensor: Tensor) -> Node | None:
 def leaf_of(node: Node) -> Tensor | None:
     """Return the parameter whose gradient a node takes, if it is such a node."""
     return getattr(node, "variable", None)
+
+
+def is_parameter(node: Node) -> bool:
+    """Tell whether a node takes the gradient of a parameter, or of autocast's cast of one."""
+    if leaf_of(node) is not None:
+        return True
+    sources = [source for source, _ in node.next_functions if source is not None]
+    return node.name().startswith("ToCopyBackward") and all(leaf_of(source) is not None for source in sources)

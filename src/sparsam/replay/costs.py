@@ -100,7 +100,7 @@ def _perturbing(params: Sequence[Tensor], adaptive: bool) -> Callable[[], None]:
         grads, rho = [p.grad for p in used], torch.zeros((), device=params[0].device)
         if used:
             dense, rhos = [True] * len(used), [rho] * len(used)
-            restore(perturb(used, grads, dense, rhos, adaptive=adaptive, guard=False))  # type: ignore[arg-type]
+            restore(perturb(used, grads, dense, rhos, adaptive=adaptive))  # type: ignore[arg-type]
 
     return work
 

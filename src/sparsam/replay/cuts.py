@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from sparsam.errors import UserTypeError
+from sparsam.checks import check_module
 from sparsam.passes import is_compiled, preserve_state
 from sparsam.replay.autograd_graph import leaf_of, node_of, reachable_nodes, tensors_in
 from sparsam.replay.calls import Call, intercepted
@@ -68,10 +68,7 @@ def find_cuts(
     >>> [(cut.name, cut.weights) for cut in find_cuts(model, lambda: model(x).sum().backward(), passes=0)]
     [('0', 1.0), ('2', 0.3103448275862069)]
     """
-    if not isinstance(model, nn.Module):
-        raise UserTypeError(
-            f"model must be a module, but is a {type(model).__name__}; pass the model, not its parameters"
-        )
+    check_module("model", model, optional=False)
     with preserve_state(model):
         places = _cut_weights(unwrap(model), run)
     steps: dict[str, float] = {}

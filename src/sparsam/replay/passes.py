@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sparsam.passes import Closure, Passes
-from sparsam.perturbation import gradient_norm
 from sparsam.replay.modules import parameters_before_by_order
-from sparsam.replay.replay import Replay
+from sparsam.replay.proof import Outcome, difference, is_repeatable, matched
+from sparsam.replay.recording import Recording
+from sparsam.replay.replay import Path, Replay
+from sparsam.replay.reuse import OtherValuesError
+
+REMEDY = (
+    "Does code beside the modules keep, change or draw something? Put it into a module, choose a cut after it, or use "
+    "a mask without a cut"
+)
+
+
+class NotProvenError(Exception):
+    """A shorter pass was not the one that was to be proven."""
 
 
 def passes_for(model: nn.Module | None, network: nn.Module | None, cut: str | None) -> Passes:
@@ -35,23 +46,26 @@ class ReplayedPasses(Passes):
         self._skipped: Iterable[nn.Module] = ()
 
     def first(self, closure: Closure) -> Any:
-        """Run and record the first pass; its gradient ends at the cut."""
+        """Run and record the first pass; its gradient ends at the cut, where that is proven to be right."""
         with self.replay.first_pass():
-            return closure()
+            loss = closure()
+        self.replay.learn(loss)
+        return loss
 
     def find_scope(self, params: Sequence[Tensor]) -> None:
         """Find out which parameters lie in the suffix.
 
-        The recorded first pass shows it; without one the order of the modules has to do. It is found once: a first
-        pass that takes another path later is noticed in its second pass.
+        The recorded first pass shows it; without one the order of the modules has to do. A parameter that once was used
+        before the cut stays in the prefix.
         """
         if self.replay.recording is None:
             self.replay.warn_two_step()
-        if len(self._prefix) != len(params):
-            prefix = self.replay.parameters_before()
-            if prefix is None:
-                prefix = parameters_before_by_order(self.replay.model, self.replay.cut)
-            self._prefix = [p in prefix for p in params]
+        prefix = self.replay.parameters_before()
+        if prefix is None and len(self._prefix) != len(params):
+            prefix = parameters_before_by_order(self.replay.model, self.replay.cut)
+        if prefix is not None:
+            known = self._prefix + [False] * (len(params) - len(self._prefix))
+            self._prefix = [k or p in prefix for k, p in zip(known, params, strict=True)]
 
     def in_scope(self, params: Sequence[Tensor]) -> list[bool]:
         """Return for each parameter whether it lies in the suffix."""
@@ -65,35 +79,118 @@ class ReplayedPasses(Passes):
     def _keep_buffers(self, modules: Iterable[nn.Module]) -> None:
         super()._keep_buffers(module for module in modules if module not in self._skipped)
 
-    def _compute_skipped(self) -> None:
+    def _keep_skipped(self) -> None:
         """Keep the buffers of skipped modules too: they are going to be called after all."""
         skipped, self._skipped = self._skipped, ()
         super()._keep_buffers(skipped)
 
+    # ------------------------------------------------------------------------------------ the second pass
+
     def second(self, closure: Closure, perturbed: Sequence[Tensor]) -> None:
-        """Run the second pass from the cut; once more in full if it has read values that it did not have."""
-        with self.replay.second_pass(perturbed, self._compute_skipped):
+        """Run the second pass from the cut if the path is proven; else in full, and prove the path."""
+        recording, self.replay.recording = self.replay.recording, None
+        path = None if recording is None else self.replay.path(recording, perturbed)
+        if recording is None or path is None:
+            recording = None  # and the graph that it holds
+            self._keep_skipped()
             closure()
-        if self._read_placeholders():
-            self._compute_skipped()
-            self._rewind()
-            closure()
+        elif not self.replay.proves and path.proven == 0:
+            path.proven = 2
+            self._whole(closure)
+        elif path.proven == 0:
+            self._prove_first(closure, recording, path)
+        elif path.proven == 1:
+            self._prove_second(closure, recording, path)
+        else:
+            self._replayed(closure, recording)
 
-    def _read_placeholders(self) -> bool:
-        """Tell whether a second pass has used values that it did not have.
+    def _replayed(self, closure: Closure, recording: Recording) -> Any:
+        try:
+            with self.replay.second_pass(recording, self._keep_skipped):
+                return closure()
+        except Exception as error:  # of replay or of the closure: a whole pass tells
+            loss = self._whole(closure)
+            self.replay.give_up(f"replay from {recording.cut!r} was given up: {_shown(error)}. {REMEDY}")
+            return loss
 
-        A tensor that code between modules changed in place is handed out as NaN in the second pass. That is harmless
-        unless the suffix uses its values, and then the gradients are NaN. Each path is checked once, because it takes
-        waiting for the device.
-        """
-        if not self.replay.check_placeholders:
-            return False
-        self.replay.check_placeholders = False
-        params = [p for p in self.replay.model.parameters() if p.grad is not None]
-        if not params or torch.isfinite(gradient_norm(params, [p.grad for p in params], adaptive=False)):  # type: ignore[misc]
-            return False
-        self.replay.give_up("values from before the cut, changed in place there, are used after it")
-        return True
+    def _prove_first(self, closure: Closure, recording: Recording, path: Path) -> None:
+        """Run a whole pass, and another that ends at the cut; compare loss and gradients of the suffix."""
+        model, prefix = self.replay.model, path.before.parameters
+        self._keep_skipped()
+        result = Outcome.of(model, closure())
+
+        def shorter() -> Any:
+            with self.replay.first_pass(proof=True) as shortened:
+                loss = closure()
+            if shortened.path != recording.path or shortened.open:
+                raise NotProvenError(shortened.obstacle or "it took another path")
+            return loss
+
+        but = {name for name, p in model.named_parameters() if p in prefix}
+        reason = self._compare(closure, shorter, None if self.replay.distributed else result, recording, but)
+        self.replay.recording = None
+        result.put_back(model)
+        self._conclude(path, reason, f"a pass that ends at {recording.cut!r}")
+
+    def _prove_second(self, closure: Closure, recording: Recording, path: Path) -> None:
+        """Run a pass from the cut, and a whole one, whose gradients stay; compare loss and all gradients."""
+
+        def shorter() -> Any:
+            with self.replay.second_pass(recording, self._keep_skipped) as reuse:
+                loss = closure()
+            if reuse.stopped:
+                raise NotProvenError(reuse.stopped)
+            return loss
+
+        reason = self._compare(closure, shorter, None, recording)
+        if self.replay.distributed:
+            self._whole(closure)  # this time with the other processes
+        self._conclude(path, reason, f"a pass from {recording.cut!r}")
+
+    def _compare(
+        self, closure: Closure, shorter: Closure, whole: Outcome | None, recording: Recording, but: Collection[str] = ()
+    ) -> str:
+        """Say in what a shorter pass differs from a whole one; nothing if it does not. The whole one is run last."""
+        model, rough, error = self.replay.model, recording.autocast or _uses_tf32(self.replay.model), ""
+        try:
+            self._start_again()
+            with self.replay.alone():
+                other = Outcome.of(model, shorter())
+        except Exception as exception:
+            error = _shown(exception)
+        if whole is None:
+            with self.replay.alone():
+                whole = Outcome.of(model, self._whole(closure))
+        if error:
+            return error
+        if but:
+            other = matched(whole, other, but)
+        reason = difference(whole, other, rough=rough, but=but)
+        if reason:
+            with self.replay.alone():
+                again = Outcome.of(model, self._whole(closure))
+            if not is_repeatable(whole, again, rough=rough):
+                return "two whole passes differ: random numbers that torch does not know?"
+            reason = difference(whole, other, rough=rough, but=but, noise=again)
+        return reason
+
+    def _conclude(self, path: Path, reason: str, what: str) -> None:
+        if reason:
+            self.replay.give_up(f"{what} is not equal to a whole one: {reason}. {REMEDY}")
+        else:
+            path.proven += 1
+
+    def _whole(self, closure: Closure) -> Any:
+        """Run a whole pass from where the second pass started."""
+        self._keep_skipped()
+        self._start_again()
+        return closure()
+
+    def _start_again(self) -> None:
+        for buffers in self._buffers:
+            buffers.restore()
+        self._rewind()
+        torch.clear_autocast_cache()
 
     def forget(self) -> None:
         """Let go of the recording of a first pass that no second one followed."""
@@ -107,3 +204,15 @@ class ReplayedPasses(Passes):
     def load(self, state: dict[str, Any]) -> None:
         """Load what :meth:`state` returned."""
         self._prefix = list(state["prefix"])
+
+
+def _uses_tf32(model: nn.Module) -> bool:
+    allowed = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
+    return allowed and any(p.is_cuda for p in model.parameters())
+
+
+def _shown(error: Exception) -> str:
+    """Return the first line of an error's message, after its type where that is not replay's own."""
+    if isinstance(error, (NotProvenError, OtherValuesError)):
+        return str(error)
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

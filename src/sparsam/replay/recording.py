@@ -9,12 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
-from torch.utils._pytree import tree_map_only
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from sparsam.randomness import RngState, get_rng_state
-from sparsam.replay.autograd_graph import leaf_of, node_of, tensors_in
+from sparsam.replay.autograd_graph import leaf_of, node_of, parameters_of, reachable_nodes, tensors_in
 from sparsam.replay.calls import Call
+
+PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
 
 class Kept(NamedTuple):
@@ -26,21 +29,26 @@ class Kept(NamedTuple):
     @property
     def unchanged(self) -> bool:
         """Whether no tensor has been changed in place since."""
-        return [t._version for t in tensors_in(self.value)] == self.versions
+        return _versions(self.value) == self.versions
 
 
 def keep(value: Any) -> Kept:
     """Keep a value with its versions."""
-    return Kept(value, [t._version for t in tensors_in(value)])
+    return Kept(value, _versions(value))
+
+
+def _versions(value: Any) -> list[int]:
+    # Tensors of inference mode count no versions, and cannot be changed in place outside of it.
+    return [-1 if t.is_inference() else t._version for t in tensors_in(value)]
 
 
 class PastCall(NamedTuple):
-    """A module that was called before the cut: what it returned, and the random state that it left."""
+    """A module that was called before the cut: with what, what it returned, and the random state that it left."""
 
     name: str
+    arguments: tuple[Any, ...]
     output: Kept
     random: RngState
-    differentiable: bool  # whether gradients were on, so that its parameters are in the graph
 
 
 class Before(NamedTuple):
@@ -65,15 +73,13 @@ class Recording:
     suffix: set[str] = field(default_factory=set)  # modules beside the cut that were called after it
     input: Kept | None = None  # args and kwargs of the module at the cut
     before: Before | None = None
+    between: set[Tensor] = field(default_factory=set)  # parameters that code between the modules has used
+    path: tuple[Any, ...] = ()  # set where the cut is reached
     random: RngState = field(default_factory=dict)  # at the cut
+    autocast: bool = False  # at the cut
     crossed: list[bool] = field(default_factory=list)  # not empty if a gradient arrived before the cut
     outputs: list[Tensor] = field(default_factory=list)  # of the model
     hooks: list[RemovableHandle] = field(default_factory=list)  # that notice such a gradient
-
-    @property
-    def path(self) -> tuple[Any, ...]:
-        """The cut, the modules that were called before it, and what is trained."""
-        return (self.cut, *(call.name for call in self.calls), self.trained)
 
     def stay_open(self, obstacle: str) -> None:
         """Let the gradient go past the cut, and say why."""
@@ -85,16 +91,22 @@ class Recorder:
 
     Args:
         recording: Where to.
-        look: Tells what lies before the cut that was just reached.
+        reach: Called where the cut is reached: it fills in `before`, and may leave the recording open.
         needs_gradient: Tells whether the suffix must see an input that requires a gradient.
+        gradients: Returns the gradients of a module's parameters.
     """
 
     def __init__(
-        self, recording: Recording, look: Callable[[Recording], Before], needs_gradient: Callable[[Recording], bool]
+        self,
+        recording: Recording,
+        reach: Callable[[Recording], None],
+        needs_gradient: Callable[[Recording], bool],
+        gradients: Callable[[str], list[Tensor | None]],
     ) -> None:
-        self.recording, self.look, self.needs_gradient = recording, look, needs_gradient
+        self.recording, self.reach, self.needs_gradient, self.gradients = recording, reach, needs_gradient, gradients
         self._detach: Callable[[Tensor], Tensor] = Tensor.detach
         self._watched: set[Node] = set()
+        self._known: set[Node] = set()  # nodes that modules have returned
 
     def model(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the whole model."""
@@ -111,11 +123,20 @@ class Recorder:
             recording.suffix.add(name)
             return call(*args, **kwargs)
         self._enter(args, kwargs)
+        self._note_between(args, kwargs)
+        containers, grads = contents(args, kwargs), self.gradients(name)
         output = call(*args, **kwargs)
+        if containers != contents(args, kwargs):
+            recording.obstacle = recording.obstacle or f"{name!r} changes a list or dict that it is given"
+        if any(now is not before for now, before in zip(self.gradients(name), grads, strict=True)):
+            recording.obstacle = recording.obstacle or f"{name!r} computes gradients itself"
         if recording.input is None:  # a module that holds the cut in a second place is not before it
-            self._watch(tensors_in(output))
-            random, differentiable = get_rng_state(recording.devices), torch.is_grad_enabled()
-            recording.calls.append(PastCall(name, keep(output), random, differentiable))
+            tensors = tensors_in(output)
+            self._known.update(node for t in tensors if (node := node_of(t)) is not None)
+            self._watch(tensors)
+            recording.calls.append(
+                PastCall(name, plain_arguments(args, kwargs), keep(output), get_rng_state(recording.devices))
+            )
         return output
 
     def at_cut(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -123,37 +144,61 @@ class Recorder:
         recording, again = self.recording, in_backward()
         self._enter(args, kwargs)
         if recording.input is None:
+            self._note_between(args, kwargs)
             recording.input, recording.random = keep((args, kwargs)), get_rng_state(recording.devices)
             self._reach()
         elif not same_tensors(recording.input.value, (args, kwargs)):
             if not again:
                 return call(*args, **kwargs)  # the module's second turn
+            detached = not recording.open
             recording.stay_open(f"{recording.cut!r} lies inside a part that is checkpointed; cut at that part's input")
-            args, kwargs = tree_map_only(Tensor, self._detach, (args, kwargs))  # as when it was called first
+            if detached:  # as when it was called first
+                args, kwargs = tree_map_only(Tensor, self._detach, (args, kwargs))
         if not recording.open:
-            args, kwargs = tree_map_only(Tensor, self._detach, (args, kwargs))
+            args, kwargs = tuple(map(self._detached, args)), {key: self._detached(v) for key, v in kwargs.items()}
         return call(*args, **kwargs)
+
+    def _detached(self, value: Any) -> Any:
+        """Detach the tensors of an argument; one without tensors stays the object that it is."""
+        return tree_map_only(Tensor, self._detach, value) if tensors_in(value) else value
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the batch."""
-        if self.recording.arguments is None:
-            self.recording.arguments = keep((args, kwargs))
+        recording = self.recording
+        if recording.arguments is None:
+            recording.arguments = keep((args, kwargs))
             if any(t.requires_grad and t.is_leaf for t in tensors_in(args, kwargs)):
-                self.recording.stay_open("the batch requires a gradient, which has to go all the way")
+                recording.stay_open("the batch requires a gradient, which has to go all the way")
+
+    def _note_between(self, *values: Any) -> None:
+        """Note the parameters that code between the modules has used on the way to these values."""
+        self.recording.between |= parameters_of(reachable_nodes(tensors_in(*values), stop=self._known))
 
     def _reach(self) -> None:
         recording = self.recording
-        assert recording.input is not None
+        assert recording.input is not None and recording.arguments is not None
+        args, kwargs = recording.input.value
         inputs = tensors_in(recording.input.value)
+        recording.autocast = any(torch.is_autocast_enabled(device.type) for device in recording.devices)
+        recording.path = (
+            plain_arguments(*recording.arguments.value),
+            tuple((call.name, call.arguments) for call in recording.calls),
+            plain_arguments(args, kwargs),
+            frozenset(map(id, recording.between)),
+            recording.trained,
+            recording.autocast,
+        )
         if not inputs:
             recording.stay_open(f"the input of {recording.cut!r} holds no tensor that can be found")
             return
-        recording.before = self.look(recording)
+        if any(isinstance(value, (list, dict)) and tensors_in(value) for value in (*args, *kwargs.values())):
+            recording.stay_open(f"the input of {recording.cut!r} is a list or dict, which the module may change")
         if not torch.is_grad_enabled():
             recording.stay_open(
                 f"gradients were off where {recording.cut!r} was called (checkpointing? pass use_reentrant=False)"
             )
-        if not recording.before.trained_after:
+        self.reach(recording)
+        if recording.before is not None and not recording.before.trained_after:
             recording.stay_open(f"nothing after {recording.cut!r} is trained")
         if self.needs_gradient(recording):
             self._detach = end_of_gradient
@@ -173,6 +218,29 @@ class Recorder:
             self.recording.hooks.append(node.register_prehook(lambda _: crossed.append(True)))
             if deep:
                 todo += [target for target, _ in node.next_functions]
+
+
+def plain_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what tells one call from another: arguments that are no tensors, by value or, failing that, by type."""
+    values = [*enumerate(args), *sorted(kwargs.items())]
+    return tuple(
+        (key, leaf if isinstance(leaf, PLAIN) else type(leaf).__name__)
+        for key, value in values
+        if not isinstance(value, Tensor)
+        for leaf in tree_leaves(value)
+        if not isinstance(leaf, Tensor)
+    )
+
+
+def contents(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return what the lists and dicts among arguments hold, by identity, to see whether a call changes them."""
+    values = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, dict))]
+    return [[id(item) for item in (v if isinstance(v, list) else (*v, *v.values()))] for v in values]
+
+
+def runs_distributed() -> bool:
+    """Tell whether a DistributedDataParallel is calling its model."""
+    return getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
 
 
 class EndOfGradient(torch.autograd.Function):
@@ -203,5 +271,9 @@ def same_tensors(one: Any, other: Any) -> bool:
     """Tell whether two values hold the same tensors, by where they lie."""
     a, b = tensors_in(one), tensors_in(other)
     return len(a) == len(b) and all(
-        s is t or (s.data_ptr() == t.data_ptr() and s.shape == t.shape) for s, t in zip(a, b, strict=True)
+        s is t or (s.layout == t.layout == torch.strided and _place(s) == _place(t)) for s, t in zip(a, b, strict=True)
     )
+
+
+def _place(t: Tensor) -> tuple[Any, ...]:
+    return t.data_ptr(), t.shape, t.stride(), t.dtype

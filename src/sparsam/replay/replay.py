@@ -16,20 +16,24 @@ The gradient is that of the plain masked step, bit for bit. The cost is 1 + f, w
 All this happens inside an ordinary closure: in both passes calls of modules go through this package
 (:mod:`sparsam.replay.calls`), and between steps the model is as it was.
 
-In the second pass a module of the prefix returns what it returned in the first. If that has been changed in place since
-(by an in-place ReLU after a normalisation, say), it returns a placeholder of NaN: mostly nobody reads its values. The
-module at the cut is called with the recorded input.
+In the second pass a module of the prefix returns what it returned in the first. The module at the cut is called with
+the recorded input.
 
-Whatever does not fit is computed in full in the second pass: exact all the same, and one warning says why.
+Each new *path* to the cut is proven first (:mod:`sparsam.replay.proof`), in its first two steps. A path is what can
+differ from step to step: the modules that are called, arguments that are no tensors, parameters that code between the
+modules uses. Whatever does not fit, or is not proven, is computed in full in the second pass: exact all the same, and
+one warning says why.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
@@ -37,13 +41,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsam.errors import warn
 from sparsam.passes import is_compiled
-from sparsam.replay.autograd_graph import leaf_of, reachable_nodes, tensors_in
+from sparsam.replay.autograd_graph import is_parameter, node_of, reachable_nodes, tensors_in
 from sparsam.replay.calls import intercepted
 from sparsam.replay.modules import Places, places_of, unwrap
-from sparsam.replay.recording import Before, EndOfGradient, Recorder, Recording
+from sparsam.replay.recording import Before, EndOfGradient, Recorder, Recording, runs_distributed
 from sparsam.replay.reuse import Reuse
 
-MAX_PATHS = 64  # to remember; a model with random depth has more
+MAX_NEW_PATHS, STEPS = 16, 100  # a model with more new paths in so many steps is not replayed
+
+
+@dataclass
+class Path:
+    """What is known of one path to the cut."""
+
+    before: Before
+    custom: bool = False  # whether the graph after the cut holds functions that torch does not know
+    proven: int = 0  # 1: that the first pass may end at the cut; 2: that the second may start there
 
 
 class Replay:
@@ -57,40 +70,54 @@ class Replay:
     def __init__(self, model: nn.Module, cut: str) -> None:
         self.wrapper, self.model, self.cut = model, unwrap(model), cut
         self.recording: Recording | None = None
-        self._paths: dict[tuple[Any, ...], _Path] = {}  # that first passes took
+        self.proves = True  # whether new paths are proven; tests of the other rules switch it off
+        self._paths: dict[tuple[Any, ...], Path] = {}
+        self._new: deque[int] = deque(maxlen=MAX_NEW_PATHS + 1)  # steps in which a path was new
+        self._steps = 0
         self._places: Places | None = None
         self._ahead: list[tuple[str, nn.Module]] = []  # modules before the cut, from the next step on
-        self.check_placeholders = False  # whether a placeholder may have been read, on a path where it never was before
-        self._trusted: set[tuple[Any, ...]] = set()  # paths on which that was found to be harmless
+        self._parameters: dict[str, list[nn.Parameter]] = {}  # of modules before the cut
         self._equal_copies = False  # whether the closure makes its batch anew in each call, with the same values
         self._off: str | None = None  # why replay is not even tried
         self._warned = False
+        if self.distributed and self.wrapper.static_graph:
+            self._off = "DistributedDataParallel(static_graph=True) allows one way through the graph only"
 
     def __getstate__(self) -> dict[str, Any]:
         # Identities of parameters and whatever a step left do not travel.
-        return {**self.__dict__, "recording": None, "_paths": {}, "_places": None, "_ahead": [], "_trusted": set()}
+        return {**self.__dict__, "recording": None, "_paths": {}, "_places": None, "_ahead": [], "_parameters": {}}
+
+    @property
+    def distributed(self) -> bool:
+        """Whether the model is inside a DistributedDataParallel."""
+        return isinstance(self.wrapper, DistributedDataParallel)
+
+    def alone(self) -> AbstractContextManager[Any]:
+        """Let a pass exchange no gradients with other processes."""
+        return self.wrapper.no_sync() if self.distributed else nullcontext()  # type: ignore[operator]
 
     # ------------------------------------------------------------------------------------------ first pass
 
     @contextmanager
-    def first_pass(self) -> Iterator[Recording]:
-        """Record the block's forward pass, and let its backward pass end at the cut."""
-        cut = self.cut
-        if self._ahead and self._places:
+    def first_pass(self, *, proof: bool = False) -> Iterator[Recording]:
+        """Record the block's forward pass, and let its backward pass end at the cut.
+
+        Args:
+            proof: End it there although the path is not proven yet.
+        """
+        if self._ahead and self._places and not proof:
             self._places = self._places._replace(before=self._ahead)
-        self._ahead = []
+            self._ahead = []
         params = list(self.model.parameters())
         devices, trained = frozenset(p.device for p in params), tuple(p.requires_grad for p in params)
-        recording = Recording(cut, devices, trained)
-        recorder = Recorder(recording, self._look, self._needs_gradient)
-        sync = self.wrapper.no_sync() if isinstance(self.wrapper, DistributedDataParallel) else nullcontext()
-        with sync, self._intercepted(recorder):
+        recording = Recording(self.cut, devices, trained)
+        recorder = Recorder(recording, partial(self._reach, proof=proof), self._needs_gradient, self._gradients)
+        with self.alone() if self._off is None else nullcontext(), self._intercepted(recorder):
             yield recording
         for hook in recording.hooks:
             hook.remove()
-        self._learn(recording)
-        recording.outputs.clear()
         self.recording = recording
+        self._steps += not proof
 
     def parameters_before(self) -> frozenset[Tensor] | None:
         """Return the parameters that lie before the cut; None if the first pass was not seen to come to it."""
@@ -107,71 +134,77 @@ class Replay:
     def _inside(self, names: set[str]) -> set[nn.Module]:
         return {module for name in names for module in self.model.get_submodule(name).modules()}
 
-    def _look(self, recording: Recording) -> Before:
-        """Find out what lies before the cut that was just reached."""
-        if recording.path in self._paths:
-            return self._paths[recording.path].before
-        assert recording.input is not None
-        parameters = {leaf_of(node) for node in reachable_nodes(tensors_in(recording.input.value))}
-        for call in recording.calls:  # of these nothing is in the graph, but it may be some day
-            inside = self.model.get_submodule(call.name).parameters()
-            parameters |= {p for p in inside if not p.requires_grad or not call.differentiable}
-        before = frozenset(p for p in parameters if p is not None)
-        return Before(before, any(p.requires_grad and p not in before for p in self.model.parameters()))
+    def _reach(self, recording: Recording, *, proof: bool) -> None:
+        """Find out what lies before the cut that was just reached; let the pass be a whole one on a new path."""
+        path = self._paths.get(recording.path)
+        if path is None:
+            called = {p for call in recording.calls for p in self.model.get_submodule(call.name).parameters()}
+            before = frozenset(called | recording.between)
+            after = any(p.requires_grad and p not in before for p in self.model.parameters())
+            path = self._paths[recording.path] = Path(Before(before, after))
+            self._new.append(self._steps)
+            if len(self._new) > MAX_NEW_PATHS and self._steps - self._new[0] < STEPS:
+                self._off = f"the model took more than {MAX_NEW_PATHS} new paths to {self.cut!r} in {STEPS} steps"
+                self._paths.clear()
+        recording.before = path.before
+        recording.open = recording.open or (path.proven == 0 and not proof)
+        if not self.distributed and runs_distributed():
+            recording.stay_open("the closure runs a DistributedDataParallel around the model; give the mask that one")
 
     def _needs_gradient(self, recording: Recording) -> bool:
-        """Tell whether the detached input must still require a gradient: reentrant checkpointing asks for it.
+        """Tell whether the detached input must still require a gradient: reentrant checkpointing asks for it."""
+        path = self._paths.get(recording.path)
+        return path is not None and path.custom
 
-        It costs the gradient of that input, so it is done once on every path, to see what follows the cut.
-        """
-        return recording.path not in self._paths or self._paths[recording.path].custom
+    def _gradients(self, name: str) -> list[Tensor | None]:
+        if name not in self._parameters:  # once: walking a module takes time
+            self._parameters[name] = list(self.model.get_submodule(name).parameters())
+        return [p.grad for p in self._parameters[name]]
 
-    def _learn(self, recording: Recording) -> None:
-        """Keep what the first pass on a new path showed."""
-        if recording.before is None or recording.open or recording.path in self._paths:
+    def learn(self, loss: Any) -> None:
+        """Keep what a whole pass on a new path showed."""
+        recording = self.recording
+        path = self._paths.get(recording.path) if recording else None
+        if recording is None or path is None or path.proven or recording.input is None:
             return
-        if len(self._paths) >= MAX_PATHS:
-            self._paths.clear()
-        nodes = reachable_nodes(recording.outputs)
+        inputs = tensors_in(recording.input.value)
+        ends = {node for t in inputs if (node := node_of(t)) is not None}
+        after = reachable_nodes([*recording.outputs, *tensors_in(loss)], stop=ends)
         own = EndOfGradient.__name__
-        custom = any(isinstance(node, BackwardCFunction) and not node.name().startswith(own) for node in nodes)
-        self._paths[recording.path] = _Path(recording.before, custom or not nodes)
+        path.custom = not after or any(
+            isinstance(node, BackwardCFunction) and not node.name().startswith(own) for node in after
+        )
+        if not all(is_parameter(node) for node in after & reachable_nodes(inputs)):
+            self.give_up(f"what is computed before {self.cut!r} is used after it, and not through its input")
         called = {call.name for call in recording.calls} | recording.suffix
-        self._ahead = []
         assert self._places is not None
+        self._ahead = []
         for name, module in self._places.before:
-            if name in called or recording.before.parameters.isdisjoint(module.parameters()):
+            if name in called or path.before.parameters.isdisjoint(module.parameters()):
                 self._ahead.append((name, module))
             else:  # it lies before the cut and is not called: its parts are
                 self._ahead += [(f"{name}.{child}", part) for child, part in module.named_children()]
 
     # ----------------------------------------------------------------------------------------- second pass
 
+    def path(self, recording: Recording, perturbed: Iterable[Tensor]) -> Path | None:
+        """Return the path of a first pass; None, with a warning, if the second pass has to be computed in full."""
+        reason = self._off or self._obstacle(recording, perturbed)
+        self._warn(reason)
+        return None if reason else self._paths.get(recording.path)
+
     @contextmanager
-    def second_pass(self, perturbed: Iterable[Tensor], in_full: Callable[[], None]) -> Iterator[None]:
+    def second_pass(self, recording: Recording, in_full: Callable[[], None]) -> Iterator[Reuse]:
         """Let the block's forward pass start at the cut, as far as that gives what the whole pass would.
 
         Args:
-            perturbed: The parameters that have changed since the first pass.
+            recording: What the first pass left.
             in_full: Called before what lies before the cut is computed again, if it must be.
         """
-        recording, self.recording = self.recording, None
-        if recording is None:
-            yield
-            return
-        reason = self._off or self._obstacle(recording, perturbed)
-        if reason or recording.open:
-            del recording  # and the graph that it holds
-            in_full()
-            self._warn(reason)
-            yield
-            return
         reuse = Reuse(recording, in_full, self._equal_copies)
         with self._intercepted(reuse):
-            yield
+            yield reuse
         self._equal_copies = reuse.equal_copies
-        self.check_placeholders = reuse.read_placeholder and recording.path not in self._trusted
-        self._trusted.add(recording.path)
         if reuse.another_batch:
             self._off = reuse.stopped
         self._warn(reuse.stopped)
@@ -179,7 +212,7 @@ class Replay:
     def _obstacle(self, recording: Recording, perturbed: Iterable[Tensor]) -> str:
         """Say why the second pass cannot start at the cut."""
         cut = recording.cut
-        if recording.obstacle or recording.open:
+        if recording.obstacle:
             return recording.obstacle
         if recording.input is None or recording.before is None:
             return (
@@ -191,11 +224,9 @@ class Replay:
         if not recording.input.unchanged:
             return f"the input of {cut!r} is changed in place after the cut"
         for past, following in zip_longest(recording.calls, recording.calls[1:]):
-            if past.output.unchanged or (following is not None and following.output.value is past.output.value):
-                continue
-            if not all(t.requires_grad for t in tensors_in(past.output.value)):
-                return f"the output of {past.name!r}, which has no gradient, is changed in place after it"
-        if recording.crossed:
+            if not past.output.unchanged and (following is None or following.output.value is not past.output.value):
+                return f"the output of {past.name!r} is changed in place after it, by code between the modules"
+        if recording.crossed and not recording.open:
             return f"what is computed before {cut!r} is used after it, and not through its input"
         if not recording.before.parameters.isdisjoint(perturbed):
             return f"the first pass took another path to {cut!r}, and a perturbed weight lies on it"
@@ -227,7 +258,7 @@ class Replay:
             warn(f"the second pass is computed in full, exact but slower: {reason}")
 
     def give_up(self, reason: str) -> None:
-        """Compute every second pass in full from now on."""
+        """Compute every pass in full from now on."""
         self._off = reason
         self._warn(reason)
 
@@ -237,10 +268,3 @@ class Replay:
             "only step(closure) can start it at the cut, first_step() and perturbed() cannot (nor can they see which "
             "parameters follow the cut: the order in which modules were registered has to do)"
         )
-
-
-class _Path(NamedTuple):
-    """What is known of one path to the cut."""
-
-    before: Before
-    custom: bool  # whether the graph after the cut holds functions that torch does not know

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any
@@ -11,11 +10,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from sparsam.errors import UserRuntimeError
 from sparsam.randomness import set_rng_state
 from sparsam.replay.autograd_graph import tensors_in
 from sparsam.replay.calls import Call
-from sparsam.replay.recording import PastCall, Recording, same_tensors
+from sparsam.replay.recording import Recording, plain_arguments, same_tensors
+
+
+class OtherValuesError(Exception):
+    """Code before the cut has computed something else than in the first pass: nothing of it can be used."""
 
 
 class Reuse:
@@ -34,8 +36,6 @@ class Reuse:
         self._entered = False
         self._next = 0  # of the recorded calls
         self._given: Any = None  # what the module at the cut was called with
-        self._placeholders: list[weakref.ref[Tensor]] = []
-        self.read_placeholder = False  # whether something may have been computed of one
 
     def model(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the whole model."""
@@ -47,26 +47,38 @@ class Reuse:
         self._enter(args, kwargs)
         if self._given is None and not self.stopped:
             past = self.recording.calls[self._next] if self._next < len(self.recording.calls) else None
-            if past is not None and past.name == name:
+            if past is not None and past.name == name and past.arguments == plain_arguments(args, kwargs):
                 self._next += 1
                 set_rng_state(past.random)
-                return past.output.value if past.output.unchanged else self._placeholder(past)
-            self._stop(f"it calls {name!r} where the first pass did not")
+                return past.output.value
+            self._stop(f"it calls {name!r} where the first pass did not, or with other arguments")
         return call(*args, **kwargs)
 
     def at_cut(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module at the cut."""
         self._enter(args, kwargs)
         if self._given is None and not self.stopped:
-            if self._next < len(self.recording.calls):
-                self._stop(f"it does not call {self.recording.calls[self._next].name!r} where the first pass did")
-            else:
-                self._given = (args, kwargs)
-                set_rng_state(self.recording.random)
+            self._reach(args, kwargs)
         if self._given is not None and same_tensors((args, kwargs), self._given):
             assert self.recording.input is not None
-            args, kwargs = self.recording.input.value
+            recorded = iter(tensors_in(self.recording.input.value))
+            # Other arguments are those of this call: a cache, say, that the first pass has filled already.
+            args, kwargs = tree_map_only(Tensor, lambda _: next(recorded), (args, kwargs))
         return call(*args, **kwargs)
+
+    def _reach(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recording = self.recording
+        assert recording.input is not None
+        here, there = tensors_in(args, kwargs), tensors_in(recording.input.value)
+        if self._next < len(recording.calls):
+            self._stop(f"it does not call {recording.calls[self._next].name!r} where the first pass did")
+        elif plain_arguments(args, kwargs) != plain_arguments(*recording.input.value) or not _alike(here, there):
+            self._stop(f"it calls {recording.cut!r} with other arguments than the first pass")
+        elif not all(a is b or b.device.type != "cpu" or _equal_values(a, b) for a, b in zip(here, there, strict=True)):
+            raise OtherValuesError(f"what comes to {recording.cut!r} has other values than in the first pass")
+        else:
+            self._given = (args, kwargs)
+            set_rng_state(recording.random)
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare the batch with that of the first pass, once."""
@@ -82,39 +94,20 @@ class Reuse:
             self._stop("the closure gave the model another batch in its second call (is that meant?)")
 
     def _is_same_batch(self, here: Any, there: Any) -> bool:
-        pairs = list(zip_longest(tensors_in(here), tensors_in(there)))
-        if all(a is b for a, b in pairs):
+        ours, theirs = tensors_in(here), tensors_in(there)
+        if len(ours) == len(theirs) and all(a is b for a, b in zip(ours, theirs, strict=True)):
             return True
-        if not all(_alike(a, b) for a, b in pairs):
+        if not _alike(ours, theirs):
             return False
         # Made anew in each call: on a GPU, which would have to be waited for, the values are compared only once.
-        if not self.equal_copies or all(a.device.type == "cpu" for a, _ in pairs):
-            self.equal_copies = all(torch.equal(a, b) for a, b in pairs)
+        if not self.equal_copies or all(a.device.type == "cpu" for a in ours):
+            self.equal_copies = all(_equal_values(a, b) for a, b in zip(ours, theirs, strict=True))
         return self.equal_copies
-
-    def _placeholder(self, past: PastCall) -> Any:
-        """Return tensors without values in place of an output that was changed in place by what came after it."""
-        placeholder = tree_map_only(Tensor, _not_a_number, past.output.value)
-        self._placeholders += [weakref.ref(t) for t in tensors_in(placeholder)]
-        # The next module, if it is the one that worked in place, returns the values again.
-        following = self.recording.calls[self._next : self._next + 1]
-        returned_again = any(call.output.value is past.output.value for call in following)
-        self.read_placeholder = self.read_placeholder or not returned_again
-        return placeholder
 
     def _stop(self, reason: str) -> None:
         """Compute the rest in full; what was handed out so far is what the second pass would have computed."""
-        if self.read_placeholder or any(placeholder() is not None for placeholder in self._placeholders):
-            raise UserRuntimeError(
-                f"the second pass cannot be completed: {reason}, right after a tensor that the first pass had changed "
-                f"in place. Use a mask without a cut, or avoid the in-place operation"
-            )
         self.stopped = reason
         self.in_full()
-
-
-def _not_a_number(t: Tensor) -> Tensor:
-    return torch.full_like(t, torch.nan if t.is_floating_point() else 0, requires_grad=False)
 
 
 def _plain(value: Any) -> list[Any]:
@@ -125,8 +118,20 @@ def _equal(one: list[Any], other: list[Any]) -> bool:
     try:
         return bool(one == other)
     except Exception:  # arrays and the like, which do not say whether they are equal
-        return False
+        return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 
-def _alike(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is not None and b is not None and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+def _alike(some: list[Tensor], others: list[Tensor]) -> bool:
+    return all(a is not None and b is not None and _form(a) == _form(b) for a, b in zip_longest(some, others))
+
+
+def _form(t: Tensor) -> tuple[Any, ...]:
+    return t.shape, t.dtype, t.device, t.layout
+
+
+def _equal_values(a: Tensor, b: Tensor) -> bool:
+    if a.is_nested:
+        return all(torch.equal(s, t) for s, t in zip(a.unbind(), b.unbind(), strict=True))
+    if a.layout != torch.strided:  # torch.equal knows no sparse tensors
+        a, b = a.to_dense(), b.to_dense()
+    return torch.equal(a, b)

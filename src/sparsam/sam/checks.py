@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsam.ascents import Ascent
+from sparsam.checks import check_number, check_rho, check_whole
 from sparsam.errors import UserRuntimeError, UserTypeError, UserValueError
 from sparsam.settings import Policy, differences
 
@@ -20,6 +22,20 @@ def check_policies(given: dict[str, tuple[Any, type[Policy]]]) -> None:
     for name, (policy, wanted) in given.items():
         if policy is not None and not isinstance(policy, wanted):
             raise UserTypeError(f"{name} must be a sparsam {name} or None, but is {policy!r}")
+
+
+def check_listed(ascent: Ascent | None, schedule: Policy, listed: Sequence[Ascent]) -> None:
+    """Refuse an ascent that a schedule takes and does not list."""
+    if ascent is not None and not any(ascent is other for other in listed):
+        raise UserValueError(
+            f"ascents(main) of {schedule!r} must return every ascent that a step may take, but {ascent!r} is not there"
+        )
+
+
+def check_scale(scale: float | Tensor) -> None:
+    """Refuse a scale of gradients that is no positive number (a tensor is not looked into: that would wait)."""
+    if not (isinstance(scale, Tensor) and scale.dim() == 0):
+        check_number("scale", scale, "a finite number > 0", lambda value: 0 < value < math.inf)
 
 
 def check_one_pass(mask: Policy, ascents: Sequence[Ascent]) -> None:
@@ -47,6 +63,11 @@ def check_arguments(params: Any, base_optimizer: Any) -> None:
 def check_base(base: Any) -> None:
     """Refuse base optimizers that cannot take the second half of a SAM step."""
     name = type(base).__name__
+    if isinstance(base, type):
+        raise UserTypeError(
+            f"base_optimizer must be an optimizer, but is the class {base.__name__}; SAM(params, {base.__name__}) "
+            f"takes a class"
+        )
     if not isinstance(base, Optimizer):
         raise UserTypeError(f"base_optimizer must make a torch.optim.Optimizer, but made {name}")
     if hasattr(base, "first_step"):
@@ -85,6 +106,27 @@ def check_groups(base: Optimizer) -> None:
         seen[p] = i
         if not p.is_floating_point():
             raise UserValueError(f"params must be real floating-point tensors, but parameter {i} is {p.dtype}")
+        if hasattr(p, "device_mesh") or hasattr(p, "_fsdp_flattened"):
+            raise UserTypeError(
+                f"params must be whole tensors, but parameter {i} is sharded (FSDP or tensor parallelism), and each "
+                f"process would perturb by its shard alone; use DistributedDataParallel"
+            )
+    _check_shared_storage(base)
+
+
+def _check_shared_storage(base: Optimizer) -> None:
+    """Refuse weights that lie in the same memory and have different radii."""
+    rhos: dict[int, tuple[int, Any]] = {}
+    for i, group in enumerate(base.param_groups):
+        for p in group["params"]:
+            if p.layout != torch.strided or not p.numel():
+                continue
+            other, rho = rhos.setdefault(p.untyped_storage().data_ptr(), (i, group.get("rho")))
+            if other != i and rho is not group.get("rho") and rho != group.get("rho"):
+                raise UserValueError(
+                    f"weights that share memory must have the same rho, but parameter groups {other} and {i} share "
+                    f"some and have {rho} and {group.get('rho')}"
+                )
 
 
 def check_gradients(params: Sequence[Tensor]) -> None:
@@ -100,7 +142,9 @@ def check_gradients(params: Sequence[Tensor]) -> None:
             )
 
 
-def check_state(state_dict: dict[str, Any], settings: dict[str, Any], params: Sequence[Tensor]) -> dict[str, Any]:
+def check_state(
+    state_dict: dict[str, Any], settings: dict[str, Any], params: Sequence[Tensor], ascents: int
+) -> dict[str, Any]:
     """Refuse the state of something else; return sparsam's part of it."""
     own = state_dict.get("sparsam")
     if not own:
@@ -108,6 +152,7 @@ def check_state(state_dict: dict[str, Any], settings: dict[str, Any], params: Se
             "state_dict must come from SAM.state_dict(), but has no entry 'sparsam'; to start from the state of a "
             "plain optimizer, call base_optimizer.load_state_dict(state_dict)"
         )
+    _check_entries(own)
     shapes = [list(p.shape) for p in params]
     if len(own["shapes"]) != len(shapes):
         raise UserValueError(
@@ -125,4 +170,38 @@ def check_state(state_dict: dict[str, Any], settings: dict[str, Any], params: Se
             f"state_dict is of a run with other settings: {changes}. Build the optimizer and its policies as they "
             f"were, or load the base optimizer's part alone with base_optimizer.load_state_dict()"
         )
+    _check_values(state_dict, own, params, ascents)
     return dict(own)
+
+
+ENTRIES = ("settings", "shapes", "steps", "mask", "passes", "moved", "memories")
+
+
+def _check_entries(own: dict[str, Any]) -> None:
+    missing, foreign = [k for k in ENTRIES if k not in own], [k for k in own if k not in ENTRIES]
+    if missing or foreign:
+        what = f"has no {missing[0]!r}" if missing else f"has {foreign[0]!r}, which is not known"
+        raise UserValueError(f"state_dict['sparsam'] must have the entries {', '.join(ENTRIES)}, but {what}")
+
+
+def _check_values(state_dict: dict[str, Any], own: dict[str, Any], params: Sequence[Tensor], ascents: int) -> None:
+    """Refuse numbers and masks that no run has saved."""
+    check_whole("steps in state_dict", own["steps"], least=0)
+    for i, group in enumerate(state_dict["param_groups"]):
+        if "rho" in group:
+            check_rho(float(group["rho"]), f"rho of parameter group {i} in state_dict")
+    made = own["mask"]["made"]
+    for name, selection in (("mask", made and made["selection"]), ("moved", own["moved"])):
+        fits = selection is None or (
+            len(selection) == len(params)
+            and all(
+                isinstance(m, bool) or (m.dtype == torch.bool and m.shape == p.shape)
+                for m, p in zip(selection, params, strict=True)
+            )
+        )
+        if not fits:
+            raise UserValueError(
+                f"{name} in state_dict must have a bool or a bool tensor for each parameter, but has not"
+            )
+    if len(own["memories"]) != ascents or any(len(memory) != len(params) for memory in own["memories"]):
+        raise UserValueError("memories in state_dict must have an entry for each ascent and parameter, but have not")

@@ -34,11 +34,12 @@ class MaskState:
 
     def is_due(self, step: int, eligible: list[bool]) -> bool:
         """Tell whether a two-pass step makes the mask."""
-        interval = self.mask.interval
-        if self.made is None or self.made.eligible != eligible or interval is None:
-            return self.made is None or self.made.eligible != eligible
+        if self.made is None or self.made.eligible != eligible:
+            return True
+        if self.mask.interval is None:
+            return False
         taken = self.taken(step)
-        return taken is None or step // interval > taken.step // interval
+        return taken is None or step // self.mask.interval > taken.step // self.mask.interval
 
     def selection(self, params: list[Tensor], eligible: list[bool], step: int) -> Selection:
         """Return what a step perturbs; make the mask if it is due.

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Self, overload
 
 import torch
@@ -25,15 +26,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsam.ascents import Ascent, GradientAscent
-from sparsam.checks import check_rho
-from sparsam.errors import UserError, UserRuntimeError
+from sparsam.checks import check_module, check_rho
+from sparsam.errors import UserRuntimeError
 from sparsam.masks import DenseMask, Mask
 from sparsam.passes import Closure
 from sparsam.replay import passes_for
-from sparsam.sam.checks import check_arguments, check_base, check_groups, check_one_pass, check_policies, check_state
+from sparsam.sam.checks import (
+    check_arguments,
+    check_base,
+    check_groups,
+    check_listed,
+    check_one_pass,
+    check_policies,
+    check_state,
+)
+from sparsam.sam.closure import ClosureCheck
 from sparsam.sam.perturber import Perturber
 from sparsam.sam.phase import Phase, UsedGradients
-from sparsam.sam.wrapper import Wrapper, plain
+from sparsam.sam.wrapper import Wrapper, eager
 from sparsam.schedules import EveryStep, Schedule
 from sparsam.selection import expand
 
@@ -128,6 +138,7 @@ class SAM(Wrapper):
     ) -> None:
         check_base(base)
         check_rho(rho)
+        check_module("model", model)
         check_policies({"mask": (mask, Mask), "ascent": (ascent, Ascent), "schedule": (schedule, Schedule)})
         self.ascent = GradientAscent() if ascent is None else ascent
         self.schedule = EveryStep() if schedule is None else schedule
@@ -145,23 +156,9 @@ class SAM(Wrapper):
         self._repeats = False  # whether the pass at w + eps repeats one at w
         self._coming: tuple[int, Ascent | None] = -1, None  # the latest step that the schedule was asked for
         self._used_gradients = UsedGradients()  # by the latest base step
+        self._closure_check = ClosureCheck()
         self._reloads = 0  # how often what a step reads was replaced: a captured graph goes on reading the old
         self._wrap(base, rho)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters; the mask is made anew in the next step."""
-        self._phase.refuse_inside_step("add_param_group")
-        rho = param_group.get("rho", self.defaults["rho"])
-        check_rho(rho, f"rho of parameter group {len(self.param_groups)}")
-        self.base_optimizer.add_param_group({**param_group, "rho": plain(rho)})
-        try:
-            check_groups(self.base_optimizer)
-            self._perturber.check(self.base_optimizer)
-        except UserError:
-            self.param_groups.pop()
-            raise
-        self._perturber.extend(len(self.param_groups[-1]["params"]))
-        self._reloads += 1
 
     # ------------------------------------------------------------------------------------------- the step
 
@@ -169,15 +166,16 @@ class SAM(Wrapper):
     def step(self, closure: None = None) -> None: ...
     @overload
     def step(self, closure: Closure) -> Any: ...
+    @eager
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
         """Take one step.
 
         Args:
-            closure: Clears the gradients, computes the loss and its gradient and returns the loss. It is called twice
-                in a sharpness-aware step, at w and at w + eps, also if rho or the mask is zero. It is called once in a
-                base step, and in a step whose ascent takes one pass. None: take the base step that ends the two-step
-                use, or a base step of the schedule.
+            closure: Clears the gradients, computes the loss and its gradient and returns the loss. It is called twice,
+                at w and at w + eps, also if rho or the mask is zero; three times where replay proves a new path; once
+                in a base step or a step of one pass. None: take the base step that ends the two-step use, or one of
+                the schedule.
 
         Returns:
             What the first call of the closure returned: the loss at w, or, in a step of one pass, at w + eps.
@@ -194,12 +192,13 @@ class SAM(Wrapper):
 
     def _two_passes(self, closure: Closure, ascent: Ascent | None) -> Any:
         self._start()
+        params, call = self._params(), self._closure_check.call
         self._phase = Phase.FIRST_PASS
         try:
-            loss = self._passes.first(closure)
+            loss = self._passes.first(partial(call, closure, params, self._used_gradients))
             self._phase = Phase.IDLE
-            with self._perturbed(ascent, repeats=True, guard=False):
-                self._passes.second(closure, self._perturber.perturbed)
+            with self._perturbed(ascent, repeats=True):
+                self._passes.second(partial(call, closure, params), self._perturber.perturbed)
         finally:
             self._phase = Phase.IDLE if self._phase is Phase.FIRST_PASS else self._phase
             self._passes.forget()
@@ -207,8 +206,9 @@ class SAM(Wrapper):
 
     def _one_pass(self, closure: Closure, ascent: Ascent | None) -> Any:
         self._start()
-        with self._perturbed(ascent, repeats=False, guard=False):
-            return closure()
+        with self._perturbed(ascent, repeats=False):
+            self._phase = Phase.ONLY_PASS
+            return self._closure_check.call(closure, self._params(), self._used_gradients)
 
     def _end_pass(self, ascent: Ascent | None) -> None:
         """Go back to w for a base step; refuse one that the coming step does not allow."""
@@ -218,14 +218,14 @@ class SAM(Wrapper):
             raise UserRuntimeError(
                 f"step() without closure needs `with opt.perturbed():` around the backward pass in a step of {ascent!r}"
             )
-        elif self._phase is Phase.IDLE or self._phase is Phase.FIRST_PASS:
+        elif self._phase in (Phase.IDLE, Phase.FIRST_PASS, Phase.ONLY_PASS):
             raise UserRuntimeError(
-                "step() without closure ends a step that first_step() or perturbed() began, but the "
-                f"optimizer is {self._phase.value}: SAM needs two gradients. Pass a closure, or call "
-                "first_step() after the first backward pass"
+                f"step() without closure ends a step that first_step() or perturbed() began, but the optimizer is "
+                f"{self._phase.value}: SAM needs two gradients. Pass a closure, or call first_step() first"
             )
         self._leave(Phase.READY)
 
+    @eager
     def first_step(self, zero_grad: bool = False, scale: float | Tensor | None = None) -> None:
         """Go from w to w + eps, by the gradients now in `.grad`. In a base step w stays.
 
@@ -242,6 +242,7 @@ class SAM(Wrapper):
                 self.restore()
                 raise
 
+    @eager
     def second_step(self, zero_grad: bool = False) -> None:
         """Go back to w, bit for bit, and take the base step with the gradients now in `.grad`.
 
@@ -256,6 +257,7 @@ class SAM(Wrapper):
         if zero_grad:
             self.zero_grad()
 
+    @eager
     @contextmanager
     def perturbed(self, scale: float | Tensor | None = None) -> Iterator[None]:
         """Be at w + eps inside the `with` block, and at w, bit for bit, after it.
@@ -288,7 +290,10 @@ class SAM(Wrapper):
         """Clear the gradients. Between two steps, the next step starts here, whatever was pending."""
         if self._phase is Phase.IDLE or self._phase is Phase.READY:
             self._start()
+        self._closure_check.cleared = True
         super().zero_grad(set_to_none)
+        if self._phase is Phase.IDLE:
+            self._used_gradients.note(self._params())  # zeros are no gradients of a first pass
 
     @property
     def needs_second_pass(self) -> bool:
@@ -307,7 +312,9 @@ class SAM(Wrapper):
     def _coming_ascent(self) -> Ascent | None:
         """Return the ascent of the coming step; the schedule is asked once a step."""
         if self._coming[0] != self.steps:
-            self._coming = self.steps, self.schedule.ascent(self.steps, self.ascent)
+            ascent = self.schedule.ascent(self.steps, self.ascent)
+            check_listed(ascent, self.schedule, self._perturber.ascents)
+            self._coming = self.steps, ascent
         return self._coming[1]
 
     def _start(self) -> None:
@@ -320,20 +327,17 @@ class SAM(Wrapper):
         ascent: Ascent | None,
         *,
         repeats: bool | None = None,
-        guard: bool = True,
         scale: float | Tensor | None = None,
     ) -> None:
-        """Go from w to w + eps.
+        """Go from w to w + eps. The pass that follows may repeat one at w: its random numbers, without moving buffers.
 
-        The pass that follows may repeat one at w: its random numbers, without moving buffers. Where the caller does not
-        say so, it does if the ascent takes two passes, or if there is a gradient that no base step has used. A guard
-        is for steps that a gradient scaler skips, not for a closure's.
+        By default it does if the ascent takes two passes, or if there is a gradient that no base step has used.
         """
         self._phase.refuse_inside_step("first_step() or perturbed()")
         params, rhos = self._params_and_rhos()
         if repeats is None:
             repeats = self.needs_second_pass or self._used_gradients.any_new(params)
-        self._perturber.perturb(ascent, params, rhos, self.base_optimizer, step=self.steps, guard=guard, scale=scale)
+        self._perturber.perturb(ascent, params, rhos, self.base_optimizer, step=self.steps, scale=scale)
         self._phase, self._repeats = Phase.PERTURBED, repeats
         try:
             torch.clear_autocast_cache()  # a cast of w would otherwise be taken for one of w + eps
@@ -346,7 +350,7 @@ class SAM(Wrapper):
     @torch.no_grad()
     def _leave(self, phase: Phase) -> None:
         """Go back from w + eps to w, if that is where the weights are."""
-        if self._phase is not Phase.PERTURBED:
+        if self._phase not in (Phase.PERTURBED, Phase.ONLY_PASS):
             return
         self._perturber.restore()
         self._phase = phase
@@ -355,6 +359,7 @@ class SAM(Wrapper):
             self._passes.end_second(complete=phase is Phase.READY)
 
     def _base_step(self) -> None:
+        self._perturber.commit()
         self.base_optimizer.step()
         self.steps += 1
         self._start()
@@ -362,32 +367,27 @@ class SAM(Wrapper):
 
     # ------------------------------------------------------------------------------------ saving, copying
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the base optimizer's state, rho, masks and counters: tensors and plain Python values only."""
-        self._phase.refuse_inside_step("state_dict()")
-        params = self._params()
-        own = {
-            "settings": self._settings(),
-            "shapes": [list(p.shape) for p in params],
-            "steps": self.steps,
-            **self._perturber.state(params, self.steps),
-        }
-        return {**self.base_optimizer.state_dict(), "sparsam": own}
+    def _check_groups(self) -> None:
+        self._phase.refuse_inside_step("add_param_group")
+        check_groups(self.base_optimizer)
+        self._perturber.check(self.base_optimizer)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned; the run then goes on as if it had not been interrupted.
-
-        The model and the settings of mask, ascent and schedule must be those of the saved run: otherwise an error says
-        what differs, and nothing is changed. The mask's seed is taken from the saved run, as is rho.
-        """
-        self._phase.refuse_inside_step("load_state_dict()")
-        params = self._params()
-        own = check_state(state_dict, self._settings(), params)
-        self.base_optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != "sparsam"})
-        self._perturber.load(own, params)
-        self.steps = own["steps"]
-        self._coming = -1, None
+    def _extend(self, count: int) -> None:
+        self._perturber.extend(count)
         self._reloads += 1
+
+    def _own_state(self) -> dict[str, Any]:
+        self._phase.refuse_inside_step("state_dict()")
+        return {"settings": self._settings(), **self._perturber.state(self._params(), self.steps)}
+
+    def _check_state(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return sparsam's part of a state. The mask's seed is taken from it, as is rho; other settings must agree."""
+        self._phase.refuse_inside_step("load_state_dict()")
+        return check_state(state_dict, self._settings(), self._params(), len(self._perturber.ascents))
+
+    def _load_own_state(self, own: dict[str, Any]) -> None:
+        self._perturber.load(own, self._params())
+        self.steps, self._reloads = own["steps"], self._reloads + 1
         self._start()
 
     def _settings(self) -> dict[str, Any]:
@@ -397,4 +397,4 @@ class SAM(Wrapper):
 
     def __getstate__(self) -> dict[str, Any]:
         self._phase.refuse_inside_step("copying or pickling")
-        return {**super().__getstate__(), "_coming": (-1, None)}
+        return super().__getstate__()

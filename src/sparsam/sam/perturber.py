@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from sparsam.ascents import Ascent, Memory
 from sparsam.masks.base import Mask
 from sparsam.passes import Passes
 from sparsam.perturbation import Saved, gradient_norm, perturb, restore
-from sparsam.sam.checks import check_gradients
+from sparsam.sam.checks import check_gradients, check_scale
 from sparsam.sam.mask_state import MaskState
 from sparsam.selection import Selection, copied, settle
 
@@ -33,6 +33,7 @@ class Perturber:
         self.memories: list[Memory] = [{} for _ in ascents]
         self.moved: Selection | None = None  # what the latest step perturbed
         self.saved: list[Saved] = []
+        self._remember: Callable[[], None] | None = None  # what the ascent keeps of this step, once it is taken
 
     def check(self, base: Optimizer) -> None:
         """Refuse base optimizers that an ascent cannot work with."""
@@ -47,7 +48,6 @@ class Perturber:
         base: Optimizer,
         *,
         step: int,
-        guard: bool,
         scale: float | Tensor | None,
     ) -> None:
         """Go from w to w + eps.
@@ -57,9 +57,9 @@ class Perturber:
             params, rhos: All parameters, each with the radius of its group.
             base: The base optimizer.
             step: How many steps were taken before this one.
-            guard: See :func:`sparsam.perturbation.perturb`.
             scale: What the gradients are too large by.
         """
+        self._remember = None
         if ascent is None:
             self.moved = [False] * len(params)
             return
@@ -75,6 +75,7 @@ class Perturber:
             used = [i for i, p in enumerate(params) if p.grad is not None and in_scope[i]]
             grads = [params[i].grad for i in used]  # type: ignore[misc]
             if scale is not None:
+                check_scale(scale)
                 grads = list(torch._foreach_mul(grads, 1 / scale))
         taking_part = [params[i] for i in used]
         memory = self.memories[self.ascents.index(ascent)]
@@ -93,14 +94,23 @@ class Perturber:
             [radius[id(rhos[i])] for i, _ in moving],
             adaptive=self.adaptive,
             norm=norm,
-            guard=guard,
         )
-        ascent.remember(taking_part, grads, memory, norm)
+        try:
+            self._remember = ascent.remember(taking_part, grads, memory, norm)
+        except BaseException:
+            self.restore()
+            raise
 
     def restore(self) -> None:
         """Go back to w, bit for bit."""
         restore(self.saved)
         self.saved = []
+
+    def commit(self) -> None:
+        """Let the ascent keep what it remembers of a step that is taken."""
+        if self._remember is not None:
+            self._remember()
+        self._remember = None
 
     @property
     def perturbed(self) -> list[Tensor]:
@@ -123,8 +133,10 @@ class Perturber:
     # ------------------------------------------------------------------------------------------------ state
 
     def state(self, params: list[Tensor], step: int) -> dict[str, Any]:
-        """Return plain values and tensors."""
+        """Return plain values and tensors; `step` steps were taken."""
         return {
+            "shapes": [list(p.shape) for p in params],
+            "steps": step,
             "mask": self.mask.state(step),
             "passes": self.passes.state(),
             "moved": copied(self.moved),

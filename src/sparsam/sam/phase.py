@@ -16,12 +16,13 @@ class Phase(Enum):
 
     IDLE = "between two steps"
     FIRST_PASS = "inside the closure's first pass"
+    ONLY_PASS = "inside the closure's only pass"
     PERTURBED = "at the perturbed weights"
     READY = "done with the second pass"
 
     def refuse_inside_step(self, what: str) -> None:
         """Refuse what can be called between two steps only."""
-        if self is Phase.FIRST_PASS:
+        if self in (Phase.FIRST_PASS, Phase.ONLY_PASS):
             raise UserRuntimeError(f"{what} cannot be called while the optimizer is {self.value}")
         if self is Phase.PERTURBED:
             raise UserRuntimeError(

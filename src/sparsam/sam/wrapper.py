@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import defaultdict
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from sparsam.checks import check_rho
+from sparsam.errors import UserError
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Wrapper(Optimizer):
@@ -22,7 +28,8 @@ class Wrapper(Optimizer):
     def _wrap(self, base: Optimizer, rho: float | Tensor) -> None:
         """Take over a base optimizer; a group that carries `rho` keeps it."""
         for i, group in enumerate(base.param_groups):
-            check_rho(group.get("rho", rho), f"rho of parameter group {i}")
+            given = group.get("rho", rho)
+            check_rho(float(given) if isinstance(given, Tensor) else given, f"rho of parameter group {i}")
         for group in base.param_groups:
             group["rho"] = plain(group.get("rho", rho))
         self.base_optimizer = base
@@ -47,6 +54,65 @@ class Wrapper(Optimizer):
     def state(self, state: defaultdict[Tensor, Any]) -> None:
         self.base_optimizer.state = state
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters; the mask is made anew in the next step."""
+        rho = param_group.get("rho", self.defaults["rho"])
+        check_rho(rho, f"rho of parameter group {len(self.param_groups)}")
+        self._check_groups()
+        self.base_optimizer.add_param_group({**param_group, "rho": plain(rho)})
+        try:
+            self._check_groups()
+        except UserError:
+            self.param_groups.pop()
+            raise
+        self._extend(len(self.param_groups[-1]["params"]))
+
+    @abstractmethod
+    def _check_groups(self) -> None:
+        """Refuse parameter groups that cannot be, or cannot be now."""
+
+    @abstractmethod
+    def _extend(self, count: int) -> None:
+        """Make room for so many more parameters."""
+
+    # ------------------------------------------------------------------------------------ saving, copying
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the base optimizer's state, rho, masks and counters: tensors and plain Python values only."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state: dict[str, Any] = {**self.base_optimizer.state_dict(), "sparsam": self._own_state()}
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, state)
+            state = state if changed is None else changed
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned; the run then goes on as if it had not been interrupted.
+
+        A state of another model or with other settings is refused with what differs, and nothing is changed.
+        """
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        own = self._check_state(state_dict)
+        self.base_optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != "sparsam"})
+        self._load_own_state(own)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    @abstractmethod
+    def _own_state(self) -> dict[str, Any]:
+        """Return what is saved beside the base optimizer's state."""
+
+    @abstractmethod
+    def _check_state(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return what :meth:`_own_state` has saved; refuse what does not fit."""
+
+    @abstractmethod
+    def _load_own_state(self, own: dict[str, Any]) -> None:
+        """Load what :meth:`_check_state` returned."""
+
     def _params_and_rhos(self) -> tuple[list[Tensor], list[float | Tensor]]:
         """Return every parameter, in the groups' order, and the checked rho of its group."""
         params: list[Tensor] = []
@@ -69,6 +135,11 @@ class Wrapper(Optimizer):
             for name, value in self.__dict__.items()
             if name != "step" and not name.startswith("_optimizer_")
         }
+
+
+def eager(function: F) -> F:
+    """Let torch.compile run a method as it is: traced, a step would leave eps in the weights."""
+    return torch.compiler.disable(function)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def plain(rho: float | Tensor) -> float | Tensor:

@@ -1,0 +1,62 @@
+"""Closures that are seen to clear the gradients: else those of both passes would be added, without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsam.errors import UserRuntimeError
+from sparsam.sam.phase import UsedGradients
+
+NOT_CLEARED = (
+    "the closure must clear the gradients, with opt.zero_grad() in its first line, but does not: the gradient of one "
+    "pass was added to that of another"
+)
+ACCUMULATED = (
+    "the closure must clear the gradients, but added to some from before step(closure): accumulate all of them inside "
+    "the closure (in Lightning: accumulate_grad_batches=1)"
+)
+
+
+class ClosureCheck:
+    """Calls closures, and refuses those that do not clear the gradients.
+
+    A closure that calls the optimizer's `zero_grad`, or sets gradients to None, is seen to clear them. One that fills
+    them with zeros itself is found out once: before a call, old gradients are filled with NaN, which none must contain
+    afterwards.
+    """
+
+    def __init__(self) -> None:
+        self.cleared = False  # whether the optimizer's zero_grad was called
+        self._proven = False  # whether a closure has cleared old gradients
+
+    @torch.no_grad()
+    def call(self, closure: Callable[[], Any], params: Sequence[Tensor], used: UsedGradients | None = None) -> Any:
+        """Call a closure.
+
+        Args:
+            closure: The closure.
+            params: Whose gradients it has to clear.
+            used: The gradients that a base step has used, before the first call of a step; None: all are old.
+        """
+        before = [(p, p.grad) for p in params if p.grad is not None]
+        accumulated = used is not None and used.any_new(params)
+        if not self._proven and not accumulated:
+            for _, grad in before:
+                grad.fill_(torch.nan)
+        self.cleared = False
+        with torch.enable_grad():
+            result = closure()
+        kept = [p for p, grad in before if p.grad is grad]
+        if accumulated and kept and not self.cleared:
+            raise UserRuntimeError(ACCUMULATED)
+        if before and not self._proven and not accumulated:
+            if kept and not self.cleared and any(bool(p.grad.isnan().any()) for p in kept):  # type: ignore[union-attr]
+                for p in params:
+                    p.grad = None
+                raise UserRuntimeError(NOT_CLEARED)
+            self._proven = True
+        return result

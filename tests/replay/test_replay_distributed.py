@@ -1,0 +1,82 @@
+"""Replay under DistributedDataParallel where it cannot work: it falls back, on all ranks alike, and is exact."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from sparsam import SAM, SuffixMask
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch is built without torch.distributed")
+STEPS = 4
+REASONS = {
+    "static graph": r"DistributedDataParallel\(static_graph=True\) allows one way through the graph only",
+    "bare model": "the closure runs a DistributedDataParallel around the model; give the mask that one",
+}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(8, 6, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64)
+
+
+def train(model: nn.Module, network: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[str]:
+    """Take steps of SSAM-C; return the warnings."""
+    opt = SAM(network.parameters(), torch.optim.SGD, rho=0.3, mask=SuffixMask(network, "2"), lr=0.1)
+
+    def closure():
+        opt.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        return loss
+
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        for _ in range(STEPS):
+            opt.step(closure)
+    return [str(w.message) for w in record if "second pass" in str(w.message)]
+
+
+def run(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    x, y = batch()
+    results = {}
+    for name in REASONS:
+        model = network()
+        replica = DistributedDataParallel(model, static_graph=name == "static graph")
+        messages = train(replica, replica if name == "static graph" else model, x[rank::2], y[rank::2])
+        results[name] = [p.detach() for p in model.parameters()], messages
+    torch.save(results, f"{folder}/rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("ranks"))
+    mp.spawn(run, (folder,), nprocs=2)
+    return [torch.load(f"{folder}/rank{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_it_falls_back_with_one_warning_and_is_that_of_one_process(ranks, name):
+    model = network()
+    assert train(model, model, *batch()) == []
+    for results in ranks:
+        weights, messages = results[name]
+        assert len(messages) == 1
+        assert re.search(REASONS[name], messages[0])
+        for w, expected in zip(weights, model.parameters(), strict=True):
+            torch.testing.assert_close(w, expected.detach(), rtol=1e-12, atol=1e-14)

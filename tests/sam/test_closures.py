@@ -1,0 +1,279 @@
+"""Closures of all shapes: what is called, what is returned, what is refused."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from cases import optimizer, same, task, weights
+from sparsam import SAM, EveryNth, LastSteps, MomentumAscent
+from sparsam.errors import UserRuntimeError
+
+NOT_CLEARED = (
+    r"^the closure must clear the gradients, with opt.zero_grad\(\) in its first line, but does not: .*another$"
+)
+ACCUMULATED = r"^the closure must clear the gradients, but added to some from before step\(closure\): .*accumulate_grad"
+
+
+def clears(how):
+    """A closure that clears the gradients in one of several ways, and then adds to them."""
+
+    def build(t, opt):
+        def closure():
+            how(t, opt)
+            loss = t.loss()
+            loss.backward()
+            return loss
+
+        return closure
+
+    return build
+
+
+def zero_by_hand(t, opt):
+    for p in t.model.parameters():
+        if p.grad is not None:
+            p.grad.zero_()
+
+
+CLEARED = {
+    "the optimizer": clears(lambda t, opt: opt.zero_grad()),
+    "the optimizer, with zeros": clears(lambda t, opt: opt.zero_grad(set_to_none=False)),
+    "the model": clears(lambda t, opt: t.model.zero_grad()),
+    "the model, with zeros": clears(lambda t, opt: t.model.zero_grad(set_to_none=False)),
+    "by hand": clears(zero_by_hand),
+}
+SCHEDULES = {
+    "every step": lambda: {},
+    "some steps": lambda: {"schedule": EveryNth(2)},
+    "one pass": lambda: {"ascent": MomentumAscent(0.1)},
+}
+
+
+def sam(t, **policy) -> SAM:
+    return SAM(t.model.parameters(), torch.optim.SGD, rho=0.1, lr=0.05, momentum=0.9, model=t.model, **policy)
+
+
+@pytest.mark.parametrize("how", CLEARED)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_way_to_clear_gives_the_same_step(how, schedule):
+    results = []
+    for build in (CLEARED["the optimizer"], CLEARED[how]):
+        t = task()
+        opt = sam(t, **SCHEDULES[schedule]())
+        closure = build(t, opt)
+        results.append([[opt.step(closure).item() for _ in range(4)], weights(t.model)])
+    assert results[0][0] == results[1][0]
+    assert same(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_closure_that_does_not_clear_is_refused_and_the_weights_stay(schedule):
+    t = task()
+    opt = sam(t, **SCHEDULES[schedule]())
+    closure = clears(lambda t, opt: None)(t, opt)
+    if schedule == "one pass":
+        opt.step(closure)  # nothing was there to clear
+    before = [p.detach().clone() for p in t.model.parameters()]
+    with pytest.raises(UserRuntimeError, match=NOT_CLEARED):
+        opt.step(closure)
+    assert same(before, [p.detach() for p in t.model.parameters()])
+    assert all(p.grad is None for p in t.model.parameters())
+    opt.step(t.closure(opt))  # with another closure it goes on
+
+
+def test_gradients_from_before_the_step_are_refused():
+    """As Lightning does with accumulate_grad_batches: some backward passes first, the last one in the closure."""
+    t = task()
+    opt = sam(t)
+    opt.step(t.closure(opt))
+    opt.zero_grad()
+    t.loss().backward()
+    before = [p.detach().clone() for p in t.model.parameters()]
+    with pytest.raises(UserRuntimeError, match=ACCUMULATED):
+        opt.step(clears(lambda t, opt: None)(t, opt))
+    assert same(before, [p.detach() for p in t.model.parameters()])
+
+
+def test_gradients_from_before_the_step_that_the_closure_clears_are_no_matter():
+    results = []
+    for early in (False, True):
+        t = task()
+        opt = sam(t)
+        for _ in range(3):
+            if early:
+                opt.zero_grad()
+                t.model.eval()
+                t.loss().backward()
+                t.model.train()
+            opt.step(t.closure(opt))
+        results.append(weights(t.model))
+    assert same(*results)
+
+
+def test_accumulation_inside_the_closure_adds_up():
+    results = []
+    for parts in (1, 3):
+        t = task()
+        t.model.eval()  # so that parts of a batch are independent
+        opt = sam(t)
+
+        def closure(t=t, opt=opt, parts=parts):
+            opt.zero_grad()
+            total = 0.0
+            for x, y in zip(t.x.chunk(parts), t.y.chunk(parts), strict=True):
+                loss = nn.functional.cross_entropy(t.model(x), y) / parts
+                loss.backward()
+                total += loss.item()
+            return total
+
+        losses = [opt.step(closure) for _ in range(3)]
+        results.append((losses, weights(t.model)))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-12)
+    for a, b in zip(results[0][1], results[1][1], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("entry", ["step", "first_step", "opt"])
+def test_a_compiled_step_is_the_step(entry):
+    results = []
+    for compiled in (False, True):
+        t = task()
+        opt = sam(t)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if entry == "step":
+                step = torch.compile(opt.step, backend="eager") if compiled else opt.step
+                for _ in range(2):
+                    step(t.closure(opt))
+            elif entry == "first_step":
+                for _ in range(2):
+                    opt.zero_grad()
+                    t.loss().backward()
+                    (torch.compile(opt.first_step, backend="eager") if compiled else opt.first_step)(zero_grad=True)
+                    t.loss().backward()
+                    (torch.compile(opt.second_step, backend="eager") if compiled else opt.second_step)()
+            else:
+
+                def train(t=t, opt=opt):
+                    opt.zero_grad()
+                    t.loss().backward()
+                    with opt.perturbed():
+                        opt.zero_grad()
+                        t.loss().backward()
+                    opt.step()
+
+                for _ in range(2):
+                    (torch.compile(train, backend="eager") if compiled else train)()
+        results.append(weights(t.model))
+    assert same(*results)
+
+
+def test_an_infinite_gradient_in_a_first_pass_does_no_harm():
+    """It gives no perturbation: the step is that of the base optimizer."""
+    t, plain = task(), task()
+    opt, base = sam(t), torch.optim.SGD(plain.model.parameters(), lr=0.05, momentum=0.9)
+    calls = []
+
+    def closure():
+        loss = t.closure(opt)()
+        calls.append(1)
+        if len(calls) == 1:
+            next(t.model.parameters()).grad.view(-1)[0] = float("inf")
+        return loss
+
+    opt.step(closure)
+    base.step(plain.closure(base))
+    assert same(weights(t.model), weights(plain.model))
+    assert all(torch.isfinite(w).all() for w in weights(t.model))
+
+
+@pytest.mark.parametrize("schedule", ["some steps", "one pass"])
+@pytest.mark.parametrize("call", ["step", "state_dict", "second_step"])
+def test_what_is_refused_inside_a_closure_s_only_pass(schedule, call):
+    t = task()
+    opt = sam(t, **SCHEDULES[schedule]())
+    opt.step(t.closure(opt))
+
+    def closure():
+        loss = t.closure(opt)()
+        with pytest.raises(UserRuntimeError, match="inside the closure's only pass"):
+            getattr(opt, call)()
+        return loss
+
+    opt.step(closure)
+    assert opt.steps == 2
+
+
+def test_zeros_are_no_gradients_of_a_first_pass():
+    """A loop of one pass a step that fills gradients with zeros moves the running statistics all the same."""
+    t = task()
+    opt = sam(t, ascent=MomentumAscent(0.1))
+    for _ in range(4):
+        opt.zero_grad(set_to_none=False)
+        with opt.perturbed():
+            t.loss().backward()
+        opt.step()
+    assert t.model[1].num_batches_tracked == 4
+
+
+def test_an_ascent_that_fails_leaves_w():
+    class Fails(MomentumAscent):
+        def remember(self, params, grads, memory, norm):
+            raise MemoryError
+
+    t = task()
+    opt = sam(t, ascent=Fails(0.3))
+    opt.step(t.closure(opt))
+    before = weights(t.model)
+    with pytest.raises(MemoryError):
+        opt.step(t.closure(opt))
+    assert same(weights(t.model), before)
+
+
+@pytest.mark.parametrize("way", ["given up", "skipped"])
+def test_a_step_that_is_not_taken_leaves_the_mean(way):
+    t = task()
+    opt = optimizer(t, ascent="friendly")
+    opt.step(t.closure(opt))
+    before = [kept["mean"].clone() for kept in opt._perturber.memories[0].values()]
+    opt.zero_grad()
+    t.loss().backward()
+    opt.first_step()
+    if way == "given up":
+        opt.restore()
+    else:  # as a GradScaler does after an overflow: no step
+        t.loss().backward()
+        with torch.no_grad():
+            opt._leave(type(opt._phase).READY)
+        opt.zero_grad()
+    assert same([kept["mean"] for kept in opt._perturber.memories[0].values()], before)
+
+
+@pytest.mark.parametrize(
+    ("scale", "error"),
+    [(0, ValueError), (-2.0, ValueError), (float("nan"), ValueError), (float("inf"), ValueError), ("1", ValueError)],
+)
+def test_a_scale_that_is_none(scale, error):
+    t = task()
+    opt = sam(t)
+    t.loss().backward()
+    before = weights(t.model)
+    with pytest.raises(error, match=r"^scale must be a finite number > 0, but is "):
+        opt.first_step(scale=scale)
+    assert same(weights(t.model), before)
+
+
+def test_a_schedule_that_does_not_list_its_ascent():
+    class Forgets(LastSteps):
+        def ascents(self, main):
+            return [main]
+
+    t = task()
+    opt = sam(t, schedule=Forgets(0.5, 4, before=MomentumAscent()))
+    message = r"^ascents\(main\) of Forgets\(.*\) must return every ascent that a step may take, but MomentumAscent\("
+    with pytest.raises(ValueError, match=message):
+        opt.step(t.closure(opt))
