@@ -23,6 +23,7 @@ import sparsam
 from sparsam import SAM, CapturedStep, FriendlyAscent, MomentumAscent, RandomMask, SuffixMask
 from sparsam.models import build_model
 from sparsam.replay.clock import Clock
+from sparsam.report.styles import METHODS as STYLES
 from sparsam.runs.step_time import StepRatio
 from sparsam.training.flops import theoretical_flops
 
@@ -157,7 +158,6 @@ def plot(result, path):
     for ax, network in zip(axes[0], networks, strict=True):
         rows = [row for row in result["rows"] if row["network"] == network]
         cuts = sorted((r["perturbed"], r["ratio"], r["method"]) for r in rows if r["method"].startswith("SSAM-C"))
-        plain = [cut for cut in cuts if "full" not in cut[2]]
         shares = [i / 100 for i in range(101)]
         ax.plot(
             [100 * s for s in shares],
@@ -166,17 +166,24 @@ def plot(result, path):
             color="0.6",
             label="theory of the paper",
         )
-        ax.plot([100 * c[0] for c in plain], [c[1] for c in plain], "o-", color="tab:blue", label="SSAM-C, measured")
-        for method, colour, marker in (
-            ("SGD", "tab:green", "s"),
-            ("SAM", "tab:red", "D"),
-            ("unstructured, 50 %", "tab:orange", "^"),
+        ax.plot(
+            [100 * c[0] for c in cuts], [c[1] for c in cuts], "o", **STYLES["SSAM-C"].line, label="SSAM-C, measured"
+        )
+        for method, style, marker in (
+            ("SGD", STYLES["SGD"], "s"),
+            ("SAM", STYLES["SAM"], "D"),
+            ("unstructured, 50 %", STYLES["SSAM, random"], "^"),
         ):
             row = next(r for r in rows if r["method"] == method)
             ax.plot(
-                100 * row["perturbed"], row["ratio"], marker, color=colour, markersize=8, label=f"{method}, measured"
+                100 * row["perturbed"],
+                row["ratio"],
+                marker,
+                color=style.line["color"],
+                markersize=8,
+                label=f"{method}, measured",
             )
-        for share, ratio, name in plain:
+        for share, ratio, name in cuts:
             text = name.removeprefix("SSAM-C, ")
             side = {"xytext": (-6, 5), "ha": "right"} if share > 0.1 else {"xytext": (8, -3), "ha": "left"}
             ax.annotate(text, (100 * share, ratio), textcoords="offset points", fontsize=8, **side)
@@ -192,7 +199,7 @@ def plot(result, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--networks", nargs="+", default=["resnet18"], choices=list(CUTS))
+    parser.add_argument("--networks", nargs="+", default=list(CUTS), choices=list(CUTS))
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="bf16")
     parser.add_argument("--rounds", type=int, default=7)

@@ -28,7 +28,7 @@ def test_every_public_policy_is_registered(contract, cases):
     t = task()
     made = [make(t) if contract is sparsam.Mask else make() for make in cases.values()]
     public = {c for c in vars(sparsam).values() if isinstance(c, type) and issubclass(c, contract)}
-    assert public - {contract} == {type(policy) for policy in made if policy is not None}
+    assert public - {contract} <= {type(policy) for policy in made}
 
 
 def build(t, case: Policy) -> SAM:

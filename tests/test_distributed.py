@@ -11,13 +11,14 @@ from torch import distributed as dist
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from cases import MASKS, Policy, optimizer, same, task
+from cases import ASCENTS, MASKS, SCHEDULES, Policy, optimizer, same, task
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch is built without torch.distributed")
 STEPS = 5
 CASES = [
     *(Policy(mask) for mask in MASKS),
-    Policy(ascent="momentum"),
+    *(Policy(ascent=ascent) for ascent in ASCENTS if ascent != "none"),
+    *(Policy(schedule=schedule) for schedule in SCHEDULES if schedule != "none"),
     Policy("dynamic", "friendly", "every-nth"),
     Policy("suffix", "friendly", "last-steps-momentum"),
 ]

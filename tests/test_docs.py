@@ -1,4 +1,4 @@
-"""The pages: every Python block runs, every link leads somewhere, lines are short."""
+"""The pages: every Python block runs, every link and every path leads somewhere, lines are short."""
 
 from __future__ import annotations
 
@@ -98,6 +98,12 @@ def test_links_lead_somewhere(page):
         assert file.exists(), target
         if anchor:
             assert anchor in _anchors(file), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "Makefile"], ids=lambda page: str(page.relative_to(ROOT)))
+def test_paths_exist(page):
+    paths = re.findall(r"(?<![\w./-])(?:tests|src|benchmarks|examples)/[\w./-]*", page.read_text())
+    assert [path for path in paths if not (ROOT / path.rstrip(".")).exists()] == []
 
 
 def _anchors(page: Path) -> set[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 import pytest
+import torch
 from browser import Page
 from commands import ROOT, invoke, sparsam
 
@@ -155,14 +156,18 @@ REFUSED = [
     (["train", "recipes/digits-sam.toml"], "error: there is no recipe at recipes/digits-sam.toml; did you mean digits-sam?"),
     (["train", "none.toml"], "error: there is no recipe at none.toml"),
     (["train", "digits-sam", "--set", "sam.rho=-1"], "error: sam.rho must be a number >= 0, but is -1.0"),
-    (["train", "digits-sam", "--device", "quantum"], "error: --device must be a device of this machine"),
+    (["train", "digits-sam", "--set", "epochs=3"], "error: unknown key epochs; did you mean train.epochs?"),
+    (["train", "digits-sam", "--device", "quantum"], "error: --device must be a device of this machine (cpu"),
     (["train", "cifar10-resnet18-sam", "--set", "data.root=nowhere", "-o", "{tmp}/x"], "error: cifar10 is not at"),
+    (["train", "cifar10-resnet18-sam", "--set", "data.root=nowhere", "-o", "{tmp}/x"], ": --set data.root=DIR"),
     (["train", "imagenet-resnet50-sgd", "--set", "data.root=nowhere", "-o", "{tmp}/y"], "error: there is no folder nowhere"),
+    (["train", "digits-sam", "--resume", "{tmp}"], "error: train takes a recipe or --resume DIR, not both"),
     (["train", "--resume", "{tmp}", "--model", "resnet18"], "--set, --model, --max-steps and --output do not go with it"),
     (["train", "digits-sam", "--model", "resnet19", "-o", "{tmp}/z"], "error: model must be one of resnet18,"),
     (["train", "--resume", "{tmp}"], "is not a run directory: it has no recipe.json"),
     (["evaluate", "{tmp}"], "is not a run directory: it has no recipe.json"),
     (["report", "{tmp}"], "is not a run directory: it has no recipe.json"),
+    (["recipes", "digit-sam"], "error: no recipe has 'digit-sam' in its name or description"),
 ]  # fmt: skip
 
 
@@ -175,6 +180,37 @@ def test_errors_have_no_traceback(tmp_path, arguments, message):
 def test_an_error_has_no_traceback_in_a_process_of_its_own():
     done = sparsam("train", "digits-sam", "--set", "sam.rho=-1", code=1)
     assert done.stderr == "error: sam.rho must be a number >= 0, but is -1.0\n"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_not_suggested():
+    done = invoke("train", "digits-sam", "--device", "cuda", code=1)
+    assert done.stderr.startswith("error: --device must be a device of this machine (cpu), but is 'cuda': ")
+
+
+def test_the_end_of_a_run_is_said_in_words(tmp_path):
+    few = ["--set", "data.limit=256", "--device", "cpu"]
+    text = invoke("train", "digits-sgd", "-o", tmp_path / "one", "--max-steps", 1, *few).stdout
+    assert re.fullmatch(
+        r"SGD: \d+\.\d\d % of the test images are classified correctly after 1 epoch; everything is in .*/one\n", text
+    )
+    text = invoke("train", "digits-sgd", "-o", tmp_path / "two", "--set", "train.epochs=2", *few).stdout
+    assert re.search(r"correctly after the last of 2 epochs \(best: \d+\.\d\d %, epoch \d\); everything", text)
+    again = invoke("train", "--resume", tmp_path / "one", "--device", "cpu").stdout
+    assert again.startswith(
+        f"{tmp_path / 'one'} is finished already: it ended after 1 step, its train.max_steps\nSGD: "
+    )
+    again = invoke("train", "--resume", tmp_path / "two", "--device", "cpu").stdout
+    assert again.startswith(f"{tmp_path / 'two'} is finished already\nSGD: ")
+
+
+def test_a_warning_is_a_plain_line_and_a_bad_cut_names_the_command_that_lists_cuts(tmp_path):
+    settings = ["--set", "mask.cut=layer2.0.conv2", "--set", "schedule=every-step", "--max-steps", 2]
+    done = sparsam("train", "digits-ssam-c", *settings, "-o", tmp_path / "run", "--device", "cpu")
+    assert done.stderr.startswith(
+        "warning: the second pass is computed in full, exact but slower: what is computed before 'layer2.0.conv2' is "
+        "used after it, and not through its input; `sparsam cuts RECIPE` lists the cuts that save time\n"
+    )
 
 
 def test_an_error_that_is_no_users_has_its_traceback(tmp_path, monkeypatch):
@@ -207,6 +243,14 @@ def test_recipes_are_listed_with_their_first_line():
     for name, line in packaged_recipes().items():
         assert name in text
         assert line.split(":")[0] in text
+
+
+def test_recipes_are_filtered_and_grouped():
+    names = [
+        line.split()[0] if line.strip() else "" for line in invoke("recipes", "SSAM-c", width=200).stdout.splitlines()
+    ]
+    assert names[3:-1] == ["cifar100-resnet18-ssam-c", "", "digits-ssam-c"]
+    assert "experimental" in invoke("recipes", "ssam-c", width=200).stdout
 
 
 def test_every_recipe_is_packaged():

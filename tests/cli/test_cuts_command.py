@@ -12,6 +12,7 @@ from torch import nn
 from sparsam.cli import cuts
 from sparsam.data import load_digits
 from sparsam.data.cifar import LAYOUTS
+from sparsam.errors import UserError
 from sparsam.models import build_model
 from sparsam.replay.costs import cut_costs
 from sparsam.replay.cuts import Cut
@@ -50,7 +51,8 @@ def test_lists_the_cuts_with_their_weights():
     assert "median of 3 timed passes" in words
     assert "2 random images of 3×16×16, 10 classes, fp32" in words
     assert f"torch {torch.__version__}" in words
-    assert "Step: in steps of sgd alone" in words
+    assert "Step: cost relative to one SGD step" in words
+    assert re.search(r", (1 thread|\d+ threads);", words)
     assert re.search(r'SuffixMask\(model, cut="(stem|layer|head)[.0-9]*"\)', text)
 
 
@@ -125,7 +127,14 @@ REFUSED = [
     (["resnet19"], "error: model must be one of resnet18,"),
     (["none.toml"], "error: there is no recipe at none.toml"),
     (["resnet18", "--precision", "fp8"], "error: train.precision must be one of fp32, bf16, fp16, but is 'fp8'"),
-    (["resnet18", "--budget", "1"], "error: budget must be a number above 1"),
+    (
+        ["resnet18", "--budget", "1"],
+        "error: budget must be a number above 1, what the base step alone costs, but is 1.0",
+    ),
+    (
+        ["resnet18", "--budget", "nan"],
+        "error: budget must be a number above 1, what the base step alone costs, but is nan",
+    ),
     (["vgg11-bn", "--image-size", "16"], "error: vgg11-bn could not take 2 random images of 3×16×16: "),
 ]
 
@@ -135,6 +144,27 @@ def test_errors_have_no_traceback(arguments, message):
     done = invoke("cuts", *arguments, "--device", "cpu", "--batch-size", 2, code=1)
     assert message in done.stderr
     assert not done.stdout
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected", "message"),
+    [
+        (
+            torch.OutOfMemoryError(),
+            UserError,
+            "too little memory to measure resnet-small on 2 random images of 3×32×32",
+        ),
+        (RuntimeError("a bug"), RuntimeError, "^a bug$"),  # is no fault of the images
+    ],
+)
+def test_only_a_pass_and_too_little_memory_are_the_users(monkeypatch, raised, expected, message):
+    def costs(*arguments, **options):
+        raise raised
+
+    monkeypatch.setattr("sparsam.replay.costs.cut_costs", costs)
+    recipe, images = cuts.load("resnet-small", batch_size=2, precision=None)
+    with pytest.raises(expected, match=message):
+        cuts.measure(recipe, images, torch.device("cpu"))
 
 
 def test_help_has_examples():

@@ -172,7 +172,8 @@ def test_a_missing_folder(tmp_path, name):
     layout = LAYOUTS[name]
     message = (
         f"{name} is not at {tmp_path / layout.folder}. Download {layout.archive} from "
-        f"https://www.cs.toronto.edu/~kriz/cifar.html, unpack it, and name the folder that holds {layout.folder} as data.root"
+        f"https://www.cs.toronto.edu/~kriz/cifar.html, unpack it, and name the folder that holds "
+        f"{layout.folder}: --set data.root=DIR"
     )
     refused(tmp_path, name, re.escape(message))
     refused(tmp_path / layout.folder, name, re.escape(message))

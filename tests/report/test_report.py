@@ -132,6 +132,28 @@ def test_run_before_its_first_epoch(tmp_path, metrics):
     write_report([directory], tmp_path / "page.html")
 
 
+@pytest.mark.parametrize(
+    ("max_steps", "epochs", "words"), [(30, 2, "epoch 2 of 3"), (900, 2, "epoch 2 of 12"), (30, 0, "epoch 0")]
+)
+def test_a_run_ends_at_its_max_steps(tmp_path, max_steps, epochs, words):
+    make_run(tmp_path, recipe={"train.max_steps": max_steps}, epochs=epochs, finished=False)
+    (method,) = collect(tmp_path.iterdir())
+    assert method.notes == (f"unfinished: {words}",)
+
+
+def test_a_finished_run_has_the_epochs_that_it_has(tmp_path):
+    run = make_run(tmp_path, recipe={"train.epochs": 200, "train.max_steps": 3}, epochs=1)
+    assert read_run(run).planned_epochs == 1
+
+
+def test_seeds_of_masks_may_differ(tmp_path):
+    for seed in (0, 1):
+        inner = {"name": "random", "sparsity": 0.5, "seed": seed}
+        make_run(tmp_path, "ssam-f", seed, recipe={"mask.name": "suffix", "mask.inner": inner})
+    (method,) = collect(tmp_path.iterdir())
+    assert method.notes == ()
+
+
 def test_line_that_is_being_written_is_left_out(tmp_path):
     directory = make_run(tmp_path, epochs=4, finished=False)
     metrics = directory / "metrics.jsonl"

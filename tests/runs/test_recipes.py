@@ -74,6 +74,10 @@ def test_methods_are_called_what_people_call_them(method):
 
 REFUSED = [
     ("train.epoch=3", "unknown key train.epoch; did you mean train.epochs?"),
+    ("epochs=3", "unknown key epochs; did you mean train.epochs?"),
+    ("rho=3", "unknown key rho; did you mean sam.rho or ascent.rho or schedule.before.rho?"),
+    ("train.sparsity=0.5", "unknown key train.sparsity; did you mean mask.sparsity?"),
+    ("sparcity=0.5", "unknown key sparcity; did you mean mask.sparsity?"),
     ("colour=3", "unknown key colour; known keys: name, model, data,"),
     ("mask.kind=fisher", "unknown key mask.kind; known keys: mask.name, mask.sparsity,"),
     ("mask.name=fishr", "mask.name must be one of dense, random, fisher, dynamic, norm, suffix, but is 'fishr'"),

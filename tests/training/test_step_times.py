@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from digits_runs import CPU
@@ -82,6 +84,26 @@ def test_methods_take_turns_and_are_compared_within_a_round(monkeypatch):
     (ratio,) = time_in_turn([recipe], device=CPU, rounds=5, now=lambda: seconds[0])
     assert ratio == StepRatio(2.0, 2.0, 2.0, 5)
     assert taken == ["base"] * WARM_UP + ["sam"] * WARM_UP + ["base", "sam"] * 5
+
+
+@pytest.mark.parametrize("setting", ["threads=2", "cuda_graph=false", "deterministic=true"])
+def test_what_computes_in_another_way_has_base_steps_of_its_own(monkeypatch, setting):
+    bases = []
+
+    def part(fraction, recipe, loader, batch, ascent=None, mask=None):
+        bases.extend([recipe] if mask is None else [])
+        return Part(fraction, lambda: None)
+
+    monkeypatch.setattr("sparsam.training.step_times._part", part)
+    recipes = [load_recipe("digits-sam", ["train.max_steps=1", *more]) for more in ([], [], [f"train.{setting}"])]
+    ticks = itertools.count(1)
+    threads = torch.get_num_threads()
+    try:
+        time_in_turn(recipes, device=CPU, rounds=1, now=lambda: float(next(ticks)))
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(False)
+    assert bases == [recipes[0], recipes[2]]
 
 
 def test_quartiles():

@@ -331,11 +331,14 @@ def find_device(name: str | None) -> Any:
 
     if name is None:
         return default_device()
+    here = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    refusal = f"--device must be a device of this machine ({', '.join(here)}), but is {name!r}"
     try:
         device = torch.device(name)
+    except RuntimeError as error:  # which lists all that torch has ever run on
+        raise UserValueError(refusal) from error
+    try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UserValueError(
-            f"--device must be a device of this machine, such as cpu or cuda, but {name!r} is not: {error}"
-        ) from error
+        raise UserValueError(f"{refusal}: {error}") from error
     return device

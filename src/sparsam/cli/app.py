@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+import warnings
+from typing import Annotated, TextIO
 
 import typer
 
@@ -20,6 +21,8 @@ from sparsam.cli.train import train
 from sparsam.errors import UserError
 from sparsam.training.interrupt import Interrupted
 
+IN_FULL = "the second pass is computed in full"  # how a warning of replay begins
+
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
@@ -35,6 +38,21 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Print a warning; it is shown as one of this command, wherever it comes from."""
+    text = str(message)
+    if text.startswith(IN_FULL):  # the model and the loop are the command's own: what a user can change is the cut
+        text += "; `sparsam cuts RECIPE` lists the cuts that save time"
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
 @app.callback()
 def options(
     version: Annotated[
@@ -45,9 +63,11 @@ def options(
 
 
 def run() -> None:
-    """Run a command; errors that the user can mend come without a traceback."""
+    """Run a command; warnings come without a line of code, and errors that the user can mend without a traceback."""
     try:
-        app()
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            app()
     except Interrupted as stop:
         sys.exit(f"{stop}")
     except UserError as error:

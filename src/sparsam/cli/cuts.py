@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -10,7 +9,6 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from sparsam.checks import check_number
 from sparsam.cli.analysis import Device, find_device
 from sparsam.errors import UserValueError
 
@@ -66,8 +64,10 @@ def cuts(
     sparsam cuts cifar10-wrn28-10-sam --batch-size 32
     ```
     """
+    from sparsam.replay.costs import choose_cut
+
     if budget is not None:
-        check_number("budget", budget, "a number above 1", lambda value: 1 < value < math.inf)
+        choose_cut({"free": 1.0}, budget)  # refuses what is no budget, before anything is measured
     recipe, images = load(
         model, batch_size=batch_size, precision=precision, size=image_size, classes=classes, channels=channels
     )
@@ -130,10 +130,17 @@ def measure(recipe: Recipe, images: Images, device: torch.device) -> dict[Cut, f
         return loss
 
     try:
-        base = build_base(recipe, network, captured=False)
-        return cut_costs(network, closure, base, device_time=is_captured(recipe, device), adaptive=recipe.sam.adaptive)
+        closure()
     except RuntimeError as error:  # what torch says of images too small for a network, and of too little memory
         raise UserValueError(f"{recipe.model.name} could not take {_batch(recipe, images)}: {error}") from error
+    base = build_base(recipe, network, captured=False)
+    try:
+        return cut_costs(network, closure, base, device_time=is_captured(recipe, device), adaptive=recipe.sam.adaptive)
+    except torch.OutOfMemoryError as error:
+        raise UserValueError(
+            f"there is too little memory to measure {recipe.model.name} on {_batch(recipe, images)}; a smaller "
+            f"--batch-size needs less"
+        ) from error
 
 
 def show(
@@ -174,10 +181,12 @@ def _caption(recipe: Recipe, images: Images, device: torch.device) -> str:
     import torch
 
     from sparsam.replay.cuts import PASSES, WARM_UP
+    from sparsam.runs.config import BASE_METHODS
     from sparsam.training.environment import processor
     from sparsam.training.step import is_captured
 
-    where = f"{processor()}, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type
+    threads = torch.get_num_threads()
+    where = f"{processor()}, {threads} thread{'' if threads == 1 else 's'}" if device.type == "cpu" else device.type
     if device.type == "cuda":
         how = "the GPU's own time, as in a CUDA graph" if is_captured(recipe, device) else "launched from Python"
         where = f"{torch.cuda.get_device_name(device)} ({how})"
@@ -185,7 +194,8 @@ def _caption(recipe: Recipe, images: Images, device: torch.device) -> str:
         f"{recipe.model.name}: median of {PASSES} timed passes, forward and backward, after {WARM_UP} to warm up; "
         f"{_batch(recipe, images)}, {images.classes} classes, {recipe.train.precision}; {where}; torch "
         f"{torch.__version__}.\n"
-        f"Step: in steps of {recipe.optimizer.name} alone: 1 + what follows the cut + the perturbation."
+        f"Step: cost relative to one {BASE_METHODS[recipe.optimizer.name]} step: 1 + what follows the cut + the "
+        f"perturbation."
     )
 
 

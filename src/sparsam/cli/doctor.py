@@ -50,7 +50,8 @@ def _devices() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        print(f"GPU           none; training runs on the CPU with {torch.get_num_threads()} threads")
+        threads = torch.get_num_threads()
+        print(f"GPU           none; training runs on the CPU with {threads} thread{'' if threads == 1 else 's'}")
     for i in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(i)
         print(

@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
+import re
+from itertools import groupby
+from typing import Annotated
+
+import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from sparsam.errors import UserValueError
 
-def recipes() -> None:
-    """List the recipes that come with the package.
+METHOD = re.compile(r"-(sgd|sam|ssam)(-.*)?$")  # what follows data and network in a name
 
-    Example:
+
+def recipes(
+    text: Annotated[str, typer.Argument(help="Only those with this text in their name or description.")] = "",
+) -> None:
+    """List the recipes that come with the package, grouped by data and network.
+
+    Examples:
     ```
     sparsam recipes
+    sparsam recipes digits
     ```
     """
     from sparsam.runs.library import packaged_recipes
 
+    found = [item for item in packaged_recipes().items() if text.lower() in " ".join(item).lower()]
+    if not found:
+        raise UserValueError(f"no recipe has {text!r} in its name or description; `sparsam recipes` lists all")
     table = Table("Recipe", "What it is", box=SIMPLE_HEAD, pad_edge=False)
     table.columns[0].no_wrap = True
-    for name, comment in packaged_recipes().items():
-        table.add_row(name, comment)
+    groups = [list(group) for _, group in groupby(found, key=lambda item: METHOD.sub("", item[0]))]
+    for i, group in enumerate(groups):
+        if i:
+            table.add_row()
+        for name, comment in group:
+            table.add_row(name, comment)
     Console(highlight=False).print(table)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import rich
 import typer
 
 from sparsam.cli.analysis import Device, find_device
 from sparsam.cli.options import MaxSteps, Set, overrides
 from sparsam.errors import UserValueError
+
+if TYPE_CHECKING:
+    from sparsam.runs.directory import RunDirectory
 
 
 def train(
@@ -36,34 +38,45 @@ def train(
     sparsam train --resume runs/digits-sam-seed0
     ```
 
-    `sparsam recipes` lists the recipes, docs/training.md what --set can change.
+    `sparsam recipes` lists the recipes, docs/training.md what --set can change. A terminal shows a bar; anything else
+    gets a line of JSON for each epoch on stderr.
     """
+    from sparsam.runs.directory import RunDirectory
     from sparsam.training import load_recipe
     from sparsam.training import resume as resume_run
     from sparsam.training import train as train_run
     from sparsam.training.progress import suitable_progress
 
-    if recipe is not None and resume is None:
+    if recipe is not None and resume is not None:
+        raise UserValueError("train takes a recipe or --resume DIR, not both")
+    if recipe is not None:
         loaded = load_recipe(recipe, overrides(settings, model__name=model, train__max_steps=max_steps))
         path = output or Path("runs") / f"{loaded.name}-seed{loaded.train.seed}"
         summary = train_run(loaded, path, device=find_device(device), progress=suitable_progress())
-    elif resume is not None and recipe is None:
+    elif resume is not None:
         if settings or output or model or max_steps:
             raise UserValueError(
                 "--resume continues a run as it was: --set, --model, --max-steps and --output do not go with it"
             )
         path = resume
-        if (path / "summary.json").is_file():
-            rich.print(f"{path} is finished already")
+        if RunDirectory(path).finished:
+            print(f"{path} is finished already{_early_end(RunDirectory(path))}")
         summary = resume_run(path, device=find_device(device), progress=suitable_progress())
     else:
         raise UserValueError("train needs either a recipe or --resume DIR")
-    rich.print(f"{_accuracy(summary)}; everything is in {path}")
+    print(f"{_accuracy(summary)}; everything is in {path}")
+
+
+def _early_end(run: RunDirectory) -> str:
+    steps = run.recipe().train.max_steps
+    if steps is None or run.summary().get("steps") != steps:
+        return ""
+    return f": it ended after {steps} step{'' if steps == 1 else 's'}, its train.max_steps"
 
 
 def _accuracy(summary: dict[str, Any]) -> str:
     last, best = (f"{100 * summary[key]:.2f} %" for key in ("test_accuracy", "best_accuracy"))
-    return (
-        f"{summary['method']}: {last} of the {summary['evaluated_on']} images after the last of {summary['epochs']} "
-        f"epochs (best: {best}, epoch {summary['best_epoch']})"
+    epochs = summary["epochs"]
+    return f"{summary['method']}: {last} of the {summary['evaluated_on']} images are classified correctly after " + (
+        "1 epoch" if epochs == 1 else f"the last of {epochs} epochs (best: {best}, epoch {summary['best_epoch']})"
     )

@@ -72,7 +72,7 @@ def load_cifar(name: str, root: str | Path) -> ImageData:
     if not folder.is_dir():
         raise CifarError(
             f"{name} is not at {folder}. Download {layout.archive} from https://www.cs.toronto.edu/~kriz/cifar.html, "
-            f"unpack it, and name the folder that holds {layout.folder} as data.root"
+            f"unpack it, and name the folder that holds {layout.folder}: --set data.root=DIR"
         )
     train = _read(folder, layout.train, layout, TRAIN)
     test = _read(folder, layout.test, layout, TEST)

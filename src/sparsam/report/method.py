@@ -18,7 +18,7 @@ from sparsam.runs.step_time import StepRatio
 from sparsam.settings import differences
 
 # Settings in which the seeds of one method may differ.
-INCIDENTAL = {"train.seed", "mask.seed", "data.root", "data.workers", "train.checkpoint_epochs"}
+INCIDENTAL = {"train.seed", "mask.seed", "mask.inner.seed", "data.root", "data.workers", "train.checkpoint_epochs"}
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Method:
 
     @property
     def other_radii(self) -> tuple[str, ...]:
-        """The radii of full steps and of the momentum, where there are some."""
+        """The radii of ascents that have one of their own, with the ascents' names."""
         radii = (pair for run in self.runs for pair in run.other_radii.items())
         return tuple(dict.fromkeys(f"{name} {radius:g}" for name, radius in radii))
 
@@ -156,8 +156,8 @@ class Method:
             notes.append(f"{len(unfinished)} of {len(self.runs)} runs unfinished, not counted")
         elif unfinished:
             reached = max(run.metrics[-1].epoch if run.metrics else 0 for run in unfinished)
-            planned = max(run.planned_epochs for run in unfinished)
-            notes.append(f"unfinished: epoch {reached} of {planned}")
+            planned = [run.planned_epochs for run in unfinished if run.planned_epochs is not None]
+            notes.append(f"unfinished: epoch {reached}" + (f" of {max(planned)}" if planned else ""))
         keys = [key for key in differences(*(_completed(run.recipe) for run in self.runs)) if key not in INCIDENTAL]
         if keys:
             notes.append(f"recipes differ in {', '.join(keys)}")

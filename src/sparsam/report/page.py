@@ -69,13 +69,13 @@ def write_report(runs: list[Path], destination: Path, figures: Path | None = Non
 
 
 def _sentence(methods: Sequence[Method]) -> str:
-    epochs = _range([run.planned_epochs for method in methods for run in method.runs], "epoch")
+    planned = [run.planned_epochs for method in methods for run in method.runs if run.planned_epochs is not None]
+    epochs = f" for {_range(planned, 'epoch')}" if planned else ""
     seeds = _range([len(method.runs) for method in methods], "seed")
     if len(methods) == 1:
-        return f"{methods[0].label}, trained for {epochs} with {seeds}: accuracy, time and what is perturbed."
+        return f"{methods[0].label}, trained{epochs} with {seeds}: accuracy, time and what is perturbed."
     return (
-        f"{len(methods)} methods, each trained for {epochs} with {seeds}, compared by accuracy, time and what they "
-        f"perturb."
+        f"{len(methods)} methods, each trained{epochs} with {seeds}, compared by accuracy, time and what they perturb."
     )
 
 

@@ -12,7 +12,7 @@ PACKAGED = Path(__file__).parents[1] / "recipes"
 
 def packaged_recipes() -> dict[str, str]:
     """Return the names of the recipes that come with the package, each with the first line of its comment."""
-    return {path.stem: _comment(path) for path in sorted(PACKAGED.glob("*.toml"))}
+    return {path.stem: _comment(path) for path in sorted(PACKAGED.glob("*.toml"), key=lambda path: path.stem)}
 
 
 def find_recipe(source: str | Path, beside: Path | None = None) -> Path:

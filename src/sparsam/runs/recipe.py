@@ -58,11 +58,16 @@ class Recipe:
     @property
     def evaluated_on(self) -> str:
         """Which images the accuracy is measured on."""
-        return "test" if self.data.validation is None else "validation"
+        return images_to_evaluate(self.data.validation)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the recipe as plain values, every default written out."""
         return dataclasses.asdict(self)
+
+
+def images_to_evaluate(validation: int | None) -> str:
+    """Return which images the accuracy is measured on, given `data.validation`."""
+    return "test" if validation is None else "validation"
 
 
 OF_SAM = ("mask", "ascent", "schedule")  # tables that have no meaning without SAM

@@ -11,7 +11,7 @@ from typing import Any
 
 from sparsam.runs.directory import RunDirectory
 from sparsam.runs.files import RunError
-from sparsam.runs.recipe import RecipeError, recipe_from
+from sparsam.runs.recipe import RecipeError, images_to_evaluate, recipe_from
 from sparsam.runs.record import Record, is_number, shown
 from sparsam.runs.step_time import StepRatio, step_time
 
@@ -24,6 +24,7 @@ class Epoch:
     """What was measured in one epoch."""
 
     epoch: int
+    steps: float | None  # since the start of the run
     train_loss: float
     test_accuracy: float
     elapsed: float
@@ -73,9 +74,18 @@ class Run:
         return self.setup, self.recipe["data"]["batch_size"], self.recipe["train"]["precision"], machine
 
     @property
-    def planned_epochs(self) -> int:
-        """How many epochs the run has when it is finished."""
-        return int(self.recipe["train"]["epochs"])
+    def planned_epochs(self) -> int | None:
+        """How many epochs the run has when it is finished, the last of them perhaps in part.
+
+        None: `train.max_steps` ends it, and how many steps an epoch has is not known yet.
+        """
+        epochs, steps = int(self.recipe["train"]["epochs"]), self.recipe["train"].get("max_steps")
+        if self.finished:
+            return self.metrics[-1].epoch
+        if steps is None:
+            return epochs
+        epoch_steps = self.metrics[0].steps if self.metrics else None
+        return min(epochs, math.ceil(steps / epoch_steps)) if epoch_steps else None
 
     @property
     def sam(self) -> bool:
@@ -131,7 +141,7 @@ def read_run(directory: str | Path) -> Run:
         environment=environment.values,
         started=environment.time("started"),
         metrics=_read_epochs(files),
-        evaluated_on="validation" if recipe.values["data"].get("validation") else "test",
+        evaluated_on=images_to_evaluate(recipe.values["data"].get("validation")),
     )
     return _with_summary(run, files.read("summary.json")) if files.finished else _with_metrics(run)
 
@@ -152,6 +162,7 @@ def _read_epochs(files: RunDirectory) -> tuple[Epoch, ...]:
             raise record.wrong("mask_density", "an object of numbers or null")
         epoch = Epoch(
             epoch=record.whole("epoch"),
+            steps=record.optional("steps"),
             # A diverged loss is NaN, or null where the writer keeps to strict JSON.
             train_loss=math.nan if loss is None or loss != loss else record.number("train_loss", finite=False),
             test_accuracy=record.number("test_accuracy"),

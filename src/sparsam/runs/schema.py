@@ -13,7 +13,7 @@ import math
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import field
 from typing import Any
 
@@ -77,19 +77,20 @@ def whole(default: Any, least: int = 1, names: Sequence[str] | None = None) -> A
 # -------------------------------------------------------------------------------------------------- building tables
 
 
-def build(schema: Any, values: Any, prefix: str = "") -> Any:
+def build(schema: Any, values: Any, prefix: str = "", root: Any = None) -> Any:
     """Build a table from plain values, and refuse what the schema does not allow.
 
     Args:
         schema: The dataclass.
         values: A dictionary, or a text, which is the table's name.
         prefix: The key of the table with a dot after it.
+        root: The dataclass of all tables, where a key that is unknown here is looked for; None: this one.
     """
-    values = as_table(values, prefix)
+    values, root = as_table(values, prefix), root or schema
     fields = {f.name: f for f in dataclasses.fields(schema)}
     for key in values:
         if key not in fields:
-            raise RecipeError(f"unknown key {prefix}{key}; {_did_you_mean(prefix, key, fields)}")
+            raise RecipeError(f"unknown key {prefix}{key}; {_did_you_mean(prefix, key, fields, root)}")
     complete: dict[str, Any] = {}
     for f in dataclasses.fields(schema):  # the name, which decides about the others, comes first
         value, key = values.get(f.name), f"{prefix}{f.name}"
@@ -104,7 +105,7 @@ def build(schema: Any, values: Any, prefix: str = "") -> Any:
         elif f.name not in values:
             complete[f.name] = _default(f, key, prefix, complete)
         else:
-            complete[f.name] = _checked(schema, f, value, key)
+            complete[f.name] = _checked(schema, f, value, key, root)
     return schema(**complete)
 
 
@@ -124,13 +125,13 @@ def _default(f: dataclasses.Field[Any], key: str, prefix: str, complete: dict[st
     return f.default_factory() if f.default_factory is not dataclasses.MISSING else default
 
 
-def _checked(schema: Any, f: dataclasses.Field[Any], value: Any, key: str) -> Any:
+def _checked(schema: Any, f: dataclasses.Field[Any], value: Any, key: str, root: Any) -> Any:
     expected, _ = _type(schema, f.name)
     optional = _may_be_none(schema, f)
     if optional and (value is None or value == NONE):
         return None
     if dataclasses.is_dataclass(expected):
-        return build(expected, value, f"{key}.")
+        return build(expected, value, f"{key}.", root)
     if isinstance(value, dict) and value:
         raise RecipeError(f"unknown key {key}.{next(iter(value))}")
     if expected is float and isinstance(value, int) and not isinstance(value, bool):
@@ -157,9 +158,23 @@ def _type(schema: Any, name: str) -> tuple[Any, bool]:
     return hint, False
 
 
-def _did_you_mean(prefix: str, key: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(key, known, 1)
-    return f"did you mean {prefix}{close[0]}?" if close else f"known keys: {', '.join(prefix + k for k in known)}"
+def _did_you_mean(prefix: str, key: str, known: Iterable[str], root: Any) -> str:
+    """Suggest a similar key of the table, or the keys of that name in any other table."""
+    everywhere = list(_keys(root))
+    close = [prefix + name for name in difflib.get_close_matches(key, known, 1)]
+    for name in (key, *difflib.get_close_matches(key, {path.split(".")[-1] for path in everywhere}, 1)):
+        close = close or [path for path in everywhere if path.split(".")[-1] == name]
+    return f"did you mean {' or '.join(close)}?" if close else f"known keys: {', '.join(prefix + k for k in known)}"
+
+
+def _keys(schema: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the keys of a table and of those in it, but not again of a table inside one like itself."""
+    for f in dataclasses.fields(schema):
+        expected, _ = _type(schema, f.name)
+        if not dataclasses.is_dataclass(expected):
+            yield prefix + f.name
+        elif expected is not schema:
+            yield from _keys(expected, f"{prefix}{f.name}.")
 
 
 # ------------------------------------------------------------------------------------------------- layers of values

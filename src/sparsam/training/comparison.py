@@ -57,13 +57,14 @@ def compare_recipes(
     def trainer(recipe: Recipe, path: Path) -> Trainer:
         gc.collect()  # the run before must not count in this one's memory
         torch.set_num_threads(threads)
-        if _exists(path):
+        if RunDirectory(path).exists:
             return old_run(path, device=device, progress=progress())
         return new_run(recipe, path, device=device, progress=progress())
 
     unfinished = [(recipe, path) for recipe, path in planned if not RunDirectory(path).finished]
     _take_turns((partial(trainer, recipe, path) for recipe, path in unfinished), at_once, device)
     if rounds:
+        torch.set_num_threads(threads)
         _time_steps(planned, device, rounds)
     return [path for _, path in planned]
 
@@ -80,7 +81,8 @@ def _plan(
         for seed in range(seeds):
             recipe = load_recipe(source, [*relevant, f"train.seed={seed}"])
             path = output / f"{recipe.name}-seed{seed}"
-            if _exists(path) and (changed := differences(RunDirectory(path).recipe().to_dict(), recipe.to_dict())):
+            run = RunDirectory(path)
+            if run.exists and (changed := differences(run.recipe().to_dict(), recipe.to_dict())):
                 raise RecipeError(
                     f"{path} holds a run of another recipe, which differs in {', '.join(changed)}; choose another "
                     f"--output or delete it"
@@ -95,10 +97,6 @@ def _plan(
     if len({path for _, path in planned}) < len(planned):
         raise RecipeError("the recipes must have different names, but two have the same")
     return planned
-
-
-def _exists(path: Path) -> bool:
-    return (path / "recipe.json").is_file()
 
 
 def _time_steps(planned: Sequence[tuple[Recipe, Path]], device: torch.device, rounds: int) -> None:

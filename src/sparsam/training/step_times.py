@@ -52,8 +52,8 @@ def time_in_turn(
     """Time the steps of several recipes in turn.
 
     Args:
-        recipes: Those with the same network, data and precision share a batch and the base optimizer's times. A recipe
-            without SAM takes 1.
+        recipes: Those with the same network, data, precision and ways to compute share a batch and the base
+            optimizer's times. A recipe without SAM takes 1.
         device: Where.
         rounds: How many; none has more than the shortest run has steps.
         now: Returns a time in seconds; None: that of the process or of the device's clock.
@@ -62,15 +62,17 @@ def time_in_turn(
     for i, recipe in enumerate(recipes):
         groups.setdefault(_workload(recipe), []).append(i)
     ratios: dict[int, StepRatio] = {}
+    threads = torch.get_num_threads()
     for indices in groups.values():
+        torch.set_num_threads(threads)  # where a recipe does not say how many
         ratios.update(zip(indices, _time_group([recipes[i] for i in indices], device, rounds, now), strict=True))
     return [ratios[i] for i in range(len(recipes))]
 
 
 def _workload(recipe: Recipe) -> object:
     """Return what two recipes must share for their steps to be compared."""
-    train = recipe.train
-    return recipe.model, recipe.data, recipe.optimizer.name, train.precision, train.channels_last, train.compile
+    keys = ("precision", "channels_last", "compile", "cuda_graph", "threads", "deterministic")
+    return recipe.model, recipe.data, recipe.optimizer.name, *(getattr(recipe.train, key) for key in keys)
 
 
 def _time_group(
