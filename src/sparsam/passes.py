@@ -36,7 +36,8 @@ class Passes:
         self._tracking: list[_BatchNorm] = []
         self._after_first: RngState = {}
         self._warned = False
-        self._moving: set[tuple[nn.Module, str]] = set()  # buffers that a first pass has moved
+        self._moved: set[tuple[nn.Module, str]] = set()  # buffers that the latest first pass has moved
+        self._moving: set[tuple[nn.Module, str]] = set()  # buffers that any first pass has moved
         self._look()
         self.start()
 
@@ -81,7 +82,8 @@ class Passes:
 
     def begin_second(self) -> None:
         """Start the second pass: random numbers from where the first pass started."""
-        self._moving |= {(place.module, place.name) for place, version in self._versions if place.moved(version)}
+        self._moved = {(place.module, place.name) for place, version in self._versions if place.moved(version)}
+        self._moving |= self._moved
         self._look()
         if self.model is not None:
             self._keep_buffers(self.model.modules())

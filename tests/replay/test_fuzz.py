@@ -80,7 +80,6 @@ def test_many_programs_are_exact(first):
     check(range(first, first + CHUNK))
 
 
-@pytest.mark.xfail(strict=True, reason="not mended yet")
 @pytest.mark.parametrize("lines", FOUND.values(), ids=FOUND)
 def test_programs_that_were_found(lines):
     source = indent(f"{lines}\nreturn self.head(self.p1(h).tanh()), []", "    ")

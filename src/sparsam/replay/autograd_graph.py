@@ -41,7 +41,11 @@ def parameters_of(nodes: Iterable[Node]) -> set[Tensor]:
 
 def node_of(tensor: Tensor) -> Node | None:
     """Return the node that made a tensor; of a parameter the one that takes its gradient; None where there is none."""
-    return get_gradient_edge(tensor).node if tensor.requires_grad else None
+    if not tensor.requires_grad or (
+        tensor.grad_fn is None and tensor._is_view()
+    ):  # a view that was made without gradients
+        return None
+    return get_gradient_edge(tensor).node
 
 
 def leaf_of(node: Node) -> Tensor | None:

@@ -90,11 +90,14 @@ class ReplayedPasses(Passes):
         """Run the second pass from the cut if the path is proven; else in full, and prove the path."""
         recording, self.replay.recording = self.replay.recording, None
         path = None if recording is None else self.replay.path(recording, perturbed)
+        if path is not None and not self._moved <= path.moved:
+            path.moved |= self._moved  # the whole second pass reads buffers that no proof has seen moved
+            path.proven = min(path.proven, 1)
         if recording is None or path is None:
             recording = None  # and the graph that it holds
             self._keep_skipped()
             closure()
-        elif not self.replay.proves and path.proven == 0:
+        elif not self.replay.proves and path.proven < 2:
             path.proven = 2
             self._whole(closure)
         elif path.proven == 0:

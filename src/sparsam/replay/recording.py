@@ -77,6 +77,7 @@ class Recording:
     path: tuple[Any, ...] = ()  # set where the cut is reached
     random: RngState = field(default_factory=dict)  # at the cut
     autocast: bool = False  # at the cut
+    sums: list[Tensor] = field(default_factory=list)  # of the cut's input, to see whether its values stay
     crossed: list[bool] = field(default_factory=list)  # not empty if a gradient arrived before the cut
     outputs: list[Tensor] = field(default_factory=list)  # of the model
     hooks: list[RemovableHandle] = field(default_factory=list)  # that notice such a gradient
@@ -91,7 +92,7 @@ class Recorder:
 
     Args:
         recording: Where to.
-        reach: Called where the cut is reached: it fills in `before`, and may leave the recording open.
+        reach: Called where the cut is reached: it fills in `before` and `sums`, and may leave the recording open.
         needs_gradient: Tells whether the suffix must see an input that requires a gradient.
         gradients: Returns the gradients of a module's parameters.
     """
@@ -230,6 +231,11 @@ def plain_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any,
         for leaf in tree_leaves(value)
         if not isinstance(leaf, Tensor)
     )
+
+
+def sums_of(tensors: list[Tensor]) -> list[Tensor]:
+    """Return a number for each dense tensor that shows whether its values stay: `.data` changes leave no version."""
+    return [t.detach().sum() for t in tensors if t.layout == torch.strided and not t.is_nested]
 
 
 def contents(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

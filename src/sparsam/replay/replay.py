@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -44,7 +44,7 @@ from sparsam.passes import is_compiled
 from sparsam.replay.autograd_graph import is_parameter, node_of, reachable_nodes, tensors_in
 from sparsam.replay.calls import intercepted
 from sparsam.replay.modules import Places, places_of, unwrap
-from sparsam.replay.recording import Before, EndOfGradient, Recorder, Recording, runs_distributed
+from sparsam.replay.recording import Before, EndOfGradient, Recorder, Recording, runs_distributed, sums_of
 from sparsam.replay.reuse import Reuse
 
 MAX_NEW_PATHS, STEPS = 16, 100  # a model with more new paths in so many steps is not replayed
@@ -56,6 +56,7 @@ class Path:
 
     before: Before
     custom: bool = False  # whether the graph after the cut holds functions that torch does not know
+    moved: set[Any] = field(default_factory=set)  # buffers that first passes on it have moved
     proven: int = 0  # 1: that the first pass may end at the cut; 2: that the second may start there
 
 
@@ -147,6 +148,10 @@ class Replay:
                 self._off = f"the model took more than {MAX_NEW_PATHS} new paths to {self.cut!r} in {STEPS} steps"
                 self._paths.clear()
         recording.before = path.before
+        assert recording.input is not None
+        inputs = tensors_in(recording.input.value)
+        if path.proven < 2 or all(t.device.type == "cpu" for t in inputs):  # later it would have to wait for a GPU
+            recording.sums = sums_of(inputs)
         recording.open = recording.open or (path.proven == 0 and not proof)
         if not self.distributed and runs_distributed():
             recording.stay_open("the closure runs a DistributedDataParallel around the model; give the mask that one")

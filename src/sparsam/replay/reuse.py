@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from sparsam.randomness import set_rng_state
 from sparsam.replay.autograd_graph import tensors_in
 from sparsam.replay.calls import Call
-from sparsam.replay.recording import Recording, plain_arguments, same_tensors
+from sparsam.replay.recording import Recording, plain_arguments, same_tensors, sums_of
 
 
 class OtherValuesError(Exception):
@@ -74,6 +74,8 @@ class Reuse:
             self._stop(f"it does not call {recording.calls[self._next].name!r} where the first pass did")
         elif plain_arguments(args, kwargs) != plain_arguments(*recording.input.value) or not _alike(here, there):
             self._stop(f"it calls {recording.cut!r} with other arguments than the first pass")
+        elif recording.sums and not all(map(torch.equal, sums_of(there), recording.sums)):
+            raise OtherValuesError(f"the input of {recording.cut!r} was changed after the first pass, as by .data")
         elif not all(a is b or b.device.type != "cpu" or _equal_values(a, b) for a, b in zip(here, there, strict=True)):
             raise OtherValuesError(f"what comes to {recording.cut!r} has other values than in the first pass")
         else:
