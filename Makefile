@@ -26,13 +26,13 @@ demo: $(READY)  ## train a small network on embedded data with SGD, SAM and spar
 	$(BIN)/sparsam compare digits-sgd digits-sam digits-ssam-f digits-ssam-d digits-ssam-c $(DEMO)
 
 test: $(READY)  ## all tests that need neither a GPU nor many minutes
-	$(BIN)/python -m pytest --numprocesses 2 -m 'not slow'
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not slow'
 
 test-all: $(READY)  ## every test, exhaustive sweeps included
-	$(BIN)/python -m pytest --numprocesses 2
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 coverage: $(READY)  ## which lines of src the tests run
-	$(BIN)/python -m pytest --numprocesses 2 -m 'not slow' --cov=sparsam --cov-report=term:skip-covered
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not slow' --cov=sparsam --cov-report=term:skip-covered
 
 test-page: $(READY)  ## the report page in a real browser (needs chromium and chromedriver; `make test` skips it without)
 	$(BIN)/python -m pytest tests/report tests/cli tests/analysis -k 'page or browser'
