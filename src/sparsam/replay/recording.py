@@ -64,7 +64,7 @@ class Recording:
 
     cut: str
     devices: frozenset[torch.device]
-    trained: tuple[bool, ...]  # which parameters of the model are
+    trained: tuple[bool, ...]  # which parameters of the model are, and which modules are in training mode
     open: bool = False  # whether the gradient goes past the cut: the second pass cannot start there
     obstacle: str = ""  # why it is open, or why the second pass cannot start at the cut
     arguments: Kept | None = None  # of the outermost call: the batch
@@ -235,7 +235,11 @@ def plain_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any,
 
 def sums_of(tensors: list[Tensor]) -> list[Tensor]:
     """Return a number for each dense tensor that shows whether its values stay: `.data` changes leave no version."""
-    return [t.detach().sum() for t in tensors if t.layout == torch.strided and not t.is_nested]
+    return [t.detach().sum() for t in tensors if t.layout == torch.strided and not t.is_nested and _has_sum(t)]
+
+
+def _has_sum(t: Tensor) -> bool:
+    return t.dtype.itemsize > 1 or not t.is_floating_point()  # torch adds no float8
 
 
 def contents(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

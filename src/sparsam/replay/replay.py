@@ -94,8 +94,9 @@ class Replay:
         return isinstance(self.wrapper, DistributedDataParallel)
 
     def alone(self) -> AbstractContextManager[Any]:
-        """Let a pass exchange no gradients with other processes."""
-        return self.wrapper.no_sync() if self.distributed else nullcontext()  # type: ignore[operator]
+        """Let a pass exchange no gradients with other processes: they do so in one pass a step, replayed or not."""
+        alone = self.distributed and not self.wrapper.static_graph
+        return self.wrapper.no_sync() if alone else nullcontext()  # type: ignore[operator]
 
     # ------------------------------------------------------------------------------------------ first pass
 
@@ -110,10 +111,11 @@ class Replay:
             self._places = self._places._replace(before=self._ahead)
             self._ahead = []
         params = list(self.model.parameters())
-        devices, trained = frozenset(p.device for p in params), tuple(p.requires_grad for p in params)
-        recording = Recording(self.cut, devices, trained)
+        devices = frozenset(p.device for p in params)
+        modes = self.model.training, self._where().cut.training
+        recording = Recording(self.cut, devices, (*(p.requires_grad for p in params), *modes))
         recorder = Recorder(recording, partial(self._reach, proof=proof), self._needs_gradient, self._gradients)
-        with self.alone() if self._off is None else nullcontext(), self._intercepted(recorder):
+        with self.alone(), self._intercepted(recorder):
             yield recording
         for hook in recording.hooks:
             hook.remove()
@@ -171,10 +173,13 @@ class Replay:
         recording = self.recording
         path = self._paths.get(recording.path) if recording else None
         if recording is None or path is None or path.proven or recording.input is None:
+            if recording is not None:
+                recording.outputs = []  # which nobody needs any more
             return
         inputs = tensors_in(recording.input.value)
+        outputs, recording.outputs = recording.outputs, []
         ends = {node for t in inputs if (node := node_of(t)) is not None}
-        after = reachable_nodes([*recording.outputs, *tensors_in(loss)], stop=ends)
+        after = reachable_nodes([*outputs, *tensors_in(loss)], stop=ends)
         own = EndOfGradient.__name__
         path.custom = not after or any(
             isinstance(node, BackwardCFunction) and not node.name().startswith(own) for node in after
@@ -240,9 +245,7 @@ class Replay:
     # --------------------------------------------------------------------------------------------- helpers
 
     def _intercepted(self, calls: Recorder | Reuse) -> AbstractContextManager[None]:
-        places = self._places
-        if places is None or self.model.get_submodule(self.cut) is not places.cut:
-            places = self._places = places_of(self.model, self.cut)
+        places = self._where()
         compiled = [name for name, module in [("", self.wrapper), *places.around] if is_compiled(module)]
         if compiled:
             what = repr(compiled[0]) if compiled[0] else "the model"
@@ -256,6 +259,16 @@ class Replay:
                 places.cut: calls.at_cut,
             }
         )
+
+    def _where(self) -> Places:
+        """Return where the cut lies in the model, as it is now."""
+        if self._places is None or self.model.get_submodule(self.cut) is not self._places.cut:
+            self._places = places_of(self.model, self.cut)
+        return self._places
+
+    def forget_paths(self) -> None:
+        """Prove every path anew."""
+        self._paths.clear()
 
     def _warn(self, reason: str | None) -> None:
         if reason and not self._warned:
