@@ -88,7 +88,7 @@ def test_every_buffer_moves_once_a_step(name, way):
 def test_constant_buffers_are_not_copied():
     """A causal mask of many megabytes, say: only buffers that have moved are kept."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    model.register_buffer("constant", torch.ones(1000))
+    model.register_buffer("constant", torch.ones(2**17))
     opt = SAM(model.parameters(), torch.optim.SGD, rho=0.5, lr=0.1, model=model)
     model(torch.ones(2, 4)).sum().backward()
     with opt.perturbed():

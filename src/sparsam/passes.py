@@ -14,6 +14,7 @@ from sparsam.errors import warn
 from sparsam.perturbation import restore, save
 from sparsam.randomness import RngState, fork_rng, get_rng_state, set_rng_state
 
+SMALL = 2**16  # buffers of so many numbers are always kept: they could move unseen, through .data
 STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
 Closure = Callable[[], Any]
@@ -47,12 +48,13 @@ class Passes:
         """Run the first pass, at w."""
         return closure()
 
-    def second(self, closure: Closure, perturbed: Sequence[Tensor]) -> None:
+    def second(self, closure: Closure, perturbed: Sequence[Tensor], params: Sequence[Tensor]) -> None:
         """Run the second pass, at w + eps.
 
         Args:
             closure: The pass.
             perturbed: The parameters that eps was added to.
+            params: All parameters of the optimizer.
         """
         closure()
 
@@ -103,7 +105,9 @@ class Passes:
             SavedBuffers(
                 place
                 for place in others
-                if (place.module, place.name) in self._moving or (place.module in compiled and place.name in STATISTICS)
+                if place.buffer.numel() <= SMALL
+                or (place.module, place.name) in self._moving
+                or (place.module in compiled and place.name in STATISTICS)
             )
         )
         for module in tracking:

@@ -130,7 +130,7 @@ def save(tensors: Iterable[Tensor]) -> list[Saved]:
 
 def restore(saved: Iterable[Saved]) -> None:
     """Copy back what :func:`save` or :func:`perturb` put aside, bit for bit."""
-    for tensors, copies in saved:
+    for tensors, copies in reversed(list(saved)):  # the first copies of shared memory are the right ones
         torch._foreach_copy_(tensors, copies)
 
 

@@ -55,6 +55,10 @@ class FriendlyAscent(Ascent):
         updates: list[tuple[list[Tensor], list[Tensor]]] = []
         for indices in together.values():
             seen = memory[params[indices[0]]]["seen"]
+            if sum(kept["seen"] is seen for kept in memory.values()) > len(indices):  # the others go their own way
+                seen = seen.clone()
+                for i in indices:
+                    memory[params[i]]["seen"] = seen
             finite = norm.isfinite().to(seen.device)
             means = [memory[params[i]]["mean"] for i in indices]
             new = blended(means, [grads[i] for i in indices], 1 - self.decay * seen, where=finite)

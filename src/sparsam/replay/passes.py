@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sparsam.passes import Closure, Passes
 from sparsam.replay.modules import parameters_before_by_order
-from sparsam.replay.proof import Outcome, difference, is_repeatable, matched
+from sparsam.replay.proof import Outcome, difference, is_repeatable, matched, named
 from sparsam.replay.recording import Recording
 from sparsam.replay.replay import Path, Replay
 from sparsam.replay.reuse import OtherValuesError
@@ -44,6 +44,7 @@ class ReplayedPasses(Passes):
         self.replay = Replay(network, cut)
         self._prefix: list[bool] = []  # which of the optimizer's parameters lie before the cut
         self._skipped: Iterable[nn.Module] = ()
+        self._named: dict[str, Tensor] = {}  # the parameters whose gradients a proof compares
 
     def first(self, closure: Closure) -> Any:
         """Run and record the first pass; its gradient ends at the cut, where that is proven to be right."""
@@ -86,8 +87,9 @@ class ReplayedPasses(Passes):
 
     # ------------------------------------------------------------------------------------ the second pass
 
-    def second(self, closure: Closure, perturbed: Sequence[Tensor]) -> None:
+    def second(self, closure: Closure, perturbed: Sequence[Tensor], params: Sequence[Tensor]) -> None:
         """Run the second pass from the cut if the path is proven; else in full, and prove the path."""
+        self._named = named(self.replay.model, params)
         recording, self.replay.recording = self.replay.recording, None
         path = None if recording is None else self.replay.path(recording, perturbed)
         if path is not None and not self._moved <= path.moved:
@@ -112,15 +114,17 @@ class ReplayedPasses(Passes):
             with self.replay.second_pass(recording, self._keep_skipped):
                 return closure()
         except Exception as error:  # of replay or of the closure: a whole pass tells
-            loss = self._whole(closure)
-            self.replay.give_up(f"replay from {recording.cut!r} was given up: {_shown(error)}. {REMEDY}")
-            return loss
+            reason = f"replay from {recording.cut!r} was given up: {_shown(error)}. {REMEDY}"
+        del recording  # and the graph that it holds
+        loss = self._whole(closure)
+        self.replay.give_up(reason)
+        return loss
 
     def _prove_first(self, closure: Closure, recording: Recording, path: Path) -> None:
         """Run a whole pass, and another that ends at the cut; compare loss and gradients of the suffix."""
-        model, prefix = self.replay.model, path.before.parameters
+        prefix = path.before.parameters
         self._keep_skipped()
-        result = Outcome.of(model, closure())
+        result = Outcome.of(self._named, closure())
 
         def shorter() -> Any:
             with self.replay.first_pass(proof=True) as shortened:
@@ -129,10 +133,10 @@ class ReplayedPasses(Passes):
                 raise NotProvenError(shortened.obstacle or "it took another path")
             return loss
 
-        but = {name for name, p in model.named_parameters() if p in prefix}
+        but = {name for name, p in self._named.items() if p in prefix}
         reason = self._compare(closure, shorter, None if self.replay.distributed else result, recording, but)
         self.replay.recording = None
-        result.put_back(model)
+        result.put_back(self._named)
         self._conclude(path, reason, f"a pass that ends at {recording.cut!r}")
 
     def _prove_second(self, closure: Closure, recording: Recording, path: Path) -> None:
@@ -154,16 +158,16 @@ class ReplayedPasses(Passes):
         self, closure: Closure, shorter: Closure, whole: Outcome | None, recording: Recording, but: Collection[str] = ()
     ) -> str:
         """Say in what a shorter pass differs from a whole one; nothing if it does not. The whole one is run last."""
-        model, rough, error = self.replay.model, recording.autocast or _uses_tf32(self.replay.model), ""
+        rough, error = recording.autocast or _uses_tf32(self.replay.model), ""
         try:
             self._start_again()
             with self.replay.alone():
-                other = Outcome.of(model, shorter())
+                other = Outcome.of(self._named, shorter())
         except Exception as exception:
             error = _shown(exception)
         if whole is None:
             with self.replay.alone():
-                whole = Outcome.of(model, self._whole(closure))
+                whole = Outcome.of(self._named, self._whole(closure))
         if error:
             return error
         if but:
@@ -171,7 +175,7 @@ class ReplayedPasses(Passes):
         reason = difference(whole, other, rough=rough, but=but)
         if reason:
             with self.replay.alone():
-                again = Outcome.of(model, self._whole(closure))
+                again = Outcome.of(self._named, self._whole(closure))
             if not is_repeatable(whole, again, rough=rough):
                 return "two whole passes differ: random numbers that torch does not know?"
             reason = difference(whole, other, rough=rough, but=but, noise=again)
@@ -205,8 +209,9 @@ class ReplayedPasses(Passes):
         return {"prefix": list(self._prefix)}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Load what :meth:`state` returned."""
-        self._prefix = list(state["prefix"])
+        """Load what :meth:`state` returned; a resumed run proves its paths anew."""
+        self.replay.forget_paths()
+        self._prefix = list(state.get("prefix", []))
 
 
 def _uses_tf32(model: nn.Module) -> bool:

@@ -8,7 +8,7 @@ end with the same loss, gradients and random numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,13 @@ ROUGH = 2e-2  # in bf16, fp16 and TF32
 NOISE = 3.0  # a difference of so many times that of two whole passes is none
 
 
+def named(model: nn.Module, params: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return the parameters of a model, and those of its optimizer that are not in it, by name."""
+    known: dict[str, Tensor] = dict(model.named_parameters())
+    inside = set(known.values())
+    return {**known, **{f"parameter {i} of the optimizer": p for i, p in enumerate(params) if p not in inside}}
+
+
 @dataclass
 class Outcome:
     """What a pass left."""
@@ -32,19 +39,19 @@ class Outcome:
     random: RngState
 
     @classmethod
-    def of(cls, model: nn.Module, loss: Any) -> Outcome:
-        """Copy what a pass has left in a model's gradients and torch's generators, and what it returned."""
+    def of(cls, params: Mapping[str, Tensor], loss: Any) -> Outcome:
+        """Copy what a pass has left in gradients and torch's generators, and what it returned."""
         leaves = [leaf for leaf in tree_leaves(loss) if isinstance(leaf, (Tensor, float))]
         return cls(
             [torch.as_tensor(leaf).detach().clone() for leaf in leaves],
-            {name: None if p.grad is None else p.grad.detach().clone() for name, p in model.named_parameters()},
-            get_rng_state({p.device for p in model.parameters()}),
+            {name: None if p.grad is None else p.grad.detach().clone() for name, p in params.items()},
+            get_rng_state({p.device for p in params.values()}),
         )
 
     @torch.no_grad()
-    def put_back(self, model: nn.Module) -> None:
+    def put_back(self, params: Mapping[str, Tensor]) -> None:
         """Let the gradients be these again."""
-        for name, p in model.named_parameters():
+        for name, p in params.items():
             grad = self.grads[name]
             if grad is None or p.grad is None or p.grad.layout != grad.layout or p.grad.layout != torch.strided:
                 p.grad = grad

@@ -116,17 +116,21 @@ def check_groups(base: Optimizer) -> None:
 
 def _check_shared_storage(base: Optimizer) -> None:
     """Refuse weights that lie in the same memory and have different radii."""
-    rhos: dict[int, tuple[int, Any]] = {}
+    places: dict[int, list[tuple[int, int, int, Any]]] = {}
     for i, group in enumerate(base.param_groups):
         for p in group["params"]:
             if p.layout != torch.strided or not p.numel():
                 continue
-            other, rho = rhos.setdefault(p.untyped_storage().data_ptr(), (i, group.get("rho")))
-            if other != i and rho is not group.get("rho") and rho != group.get("rho"):
-                raise UserValueError(
-                    f"weights that share memory must have the same rho, but parameter groups {other} and {i} share "
-                    f"some and have {rho} and {group.get('rho')}"
-                )
+            span = 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
+            start, end, rho = p.data_ptr(), p.data_ptr() + span * p.itemsize, group.get("rho")
+            others = places.setdefault(p.untyped_storage().data_ptr(), [])
+            for other_start, other_end, j, other in others:
+                if start < other_end and other_start < end and j != i and other is not rho and other != rho:
+                    raise UserValueError(
+                        f"weights that share memory must have the same rho, but parameter groups {j} and {i} share "
+                        f"some and have {other} and {rho}"
+                    )
+            others.append((start, end, i, rho))
 
 
 def check_gradients(params: Sequence[Tensor]) -> None:
@@ -187,10 +191,15 @@ def _check_entries(own: dict[str, Any]) -> None:
 def _check_values(state_dict: dict[str, Any], own: dict[str, Any], params: Sequence[Tensor], ascents: int) -> None:
     """Refuse numbers and masks that no run has saved."""
     check_whole("steps in state_dict", own["steps"], least=0)
-    for i, group in enumerate(state_dict["param_groups"]):
-        if "rho" in group:
-            check_rho(float(group["rho"]), f"rho of parameter group {i} in state_dict")
-    made = own["mask"]["made"]
+    for i, group in enumerate(state_dict.get("param_groups", [])):
+        rho = group.get("rho", 0.0)
+        check_rho(float(rho) if isinstance(rho, Tensor) else rho, f"rho of parameter group {i} in state_dict")
+    made = own["mask"].get("made")
+    prefix = own["passes"].get("prefix", [])
+    if made is not None and (made.keys() != {"selection", "step", "eligible"} or len(made["eligible"]) != len(params)):
+        raise UserValueError("mask in state_dict must have selection, step and eligible of each parameter, but has not")
+    if "seed" not in own["mask"] or len(prefix) not in (0, len(params)):
+        raise UserValueError("mask and passes in state_dict must be those of an optimizer's state, but are not")
     for name, selection in (("mask", made and made["selection"]), ("moved", own["moved"])):
         fits = selection is None or (
             len(selection) == len(params)

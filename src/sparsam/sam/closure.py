@@ -31,7 +31,10 @@ class ClosureCheck:
 
     def __init__(self) -> None:
         self.cleared = False  # whether the optimizer's zero_grad was called
-        self._proven = False  # whether a closure has cleared old gradients
+        self._proven: set[object] = set()  # the code of closures that have cleared old gradients
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"cleared": False, "_proven": set()}  # code cannot be copied
 
     @torch.no_grad()
     def call(self, closure: Callable[[], Any], params: Sequence[Tensor], used: UsedGradients | None = None) -> Any:
@@ -44,19 +47,29 @@ class ClosureCheck:
         """
         before = [(p, p.grad) for p in params if p.grad is not None]
         accumulated = used is not None and used.any_new(params)
-        if not self._proven and not accumulated:
-            for _, grad in before:
+        code = getattr(closure, "__code__", type(closure))  # a closure is mostly made anew in each step
+        checks = code not in self._proven and not accumulated
+        dense = [(p, grad) for p, grad in before if grad.layout == torch.strided]
+        if checks:
+            for _, grad in dense:
                 grad.fill_(torch.nan)
         self.cleared = False
-        with torch.enable_grad():
-            result = closure()
+        try:
+            with torch.enable_grad():
+                result = closure()
+        except BaseException:
+            if checks:
+                for p, grad in dense:
+                    p.grad = None if p.grad is grad else p.grad  # it may hold NaN
+            raise
         kept = [p for p, grad in before if p.grad is grad]
         if accumulated and kept and not self.cleared:
             raise UserRuntimeError(ACCUMULATED)
-        if before and not self._proven and not accumulated:
-            if kept and not self.cleared and any(bool(p.grad.isnan().any()) for p in kept):  # type: ignore[union-attr]
+        if before and checks:
+            left = [grad for p, grad in dense if p.grad is grad]
+            if not self.cleared and any(bool(grad.isnan().any()) for grad in left):
                 for p in params:
                     p.grad = None
                 raise UserRuntimeError(NOT_CLEARED)
-            self._proven = True
+            self._proven.add(code)
         return result

@@ -198,7 +198,7 @@ class SAM(Wrapper):
             loss = self._passes.first(partial(call, closure, params, self._used_gradients))
             self._phase = Phase.IDLE
             with self._perturbed(ascent, repeats=True):
-                self._passes.second(partial(call, closure, params), self._perturber.perturbed)
+                self._passes.second(partial(call, closure, params), self._perturber.perturbed, params)
         finally:
             self._phase = Phase.IDLE if self._phase is Phase.FIRST_PASS else self._phase
             self._passes.forget()
