@@ -393,3 +393,15 @@ def test_a_mask_that_no_step_would_read_is_refused(schedule):
 def test_a_negative_radius_is_refused():
     with pytest.raises(ValueError, match=r"^rho must be a finite number >= 0, but is -1$"):
         MomentumAscent(-1)
+
+
+def test_parameters_that_part_ways_are_told_apart():
+    """Both come in one step whose gradient is not finite; each is set by its own first finite one."""
+    a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    opt = SAM([a, b], torch.optim.SGD, rho=1.0, ascent=FriendlyAscent(decay=0.5), lr=0.0)
+    for g_a, g_b in [(float("inf"), 1.0), (4.0, None), (2.0, 5.0)]:
+        a.grad = torch.tensor([g_a])
+        b.grad = None if g_b is None else torch.tensor([g_b])
+        opt.first_step()
+        opt.second_step()
+    assert [m.item() for m in means(opt)] == [3.0, 5.0]

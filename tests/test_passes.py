@@ -93,3 +93,30 @@ def test_constant_buffers_are_not_copied():
     model(torch.ones(2, 4)).sum().backward()
     with opt.perturbed():
         assert not any(saved._places for saved in opt._passes._buffers)
+
+
+class ThroughData(nn.Module):
+    """Counts without leaving a version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count.data.add_(1)
+        return x
+
+
+def test_a_buffer_that_moves_through_data_moves_once():
+    model = nn.Sequential(nn.Linear(4, 4), ThroughData(), nn.Linear(4, 2))
+    opt = SAM(model.parameters(), torch.optim.SGD, rho=0.5, lr=0.1, model=model)
+
+    def closure():
+        opt.zero_grad()
+        loss = model(torch.ones(2, 4)).sum()
+        loss.backward()
+        return loss
+
+    for _ in range(5):
+        opt.step(closure)
+    assert model[1].count == 5

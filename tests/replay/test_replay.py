@@ -376,3 +376,32 @@ def test_distributed_ranks_agree_and_average_the_second_gradient(ranks, options)
         proof = 2 + 2  # a whole pass and a shorter one, without other processes; ...
         assert calls["0"] == DDP_STEPS + PROOF + proof - 1  # ... the second of the shorter ones leaves the prefix out
         assert calls["8"] == 2 * DDP_STEPS + proof
+
+
+def test_parameters_outside_of_the_model_that_is_cut_move_too():
+    """A proof puts the gradients of all parameters of the optimizer back."""
+    torch.manual_seed(0)
+    first, model = nn.Linear(6, 6).double(), nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    x, y = vectors()
+    opt = SAM([*first.parameters(), *model.parameters()], torch.optim.SGD, rho=RHO, mask=SuffixMask(model, "2"), **BASE)
+    for _ in range(4):
+        before = first.weight.detach().clone()
+        opt.step(closure_of(lambda x: model(first(x)), opt.zero_grad, (x, y)))
+        assert not torch.equal(first.weight, before)
+
+
+def test_a_resumed_run_proves_its_paths_again():
+    case = CASES["vgg"]
+    model, batch = case.model(), case.batch()
+    opt, calls = sam(model, "8"), []
+
+    def closure():
+        calls.append(1)
+        return closure_of(model, opt.zero_grad, batch)()
+
+    for _ in range(3):
+        opt.step(closure)
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for _ in range(3):
+        opt.step(closure)
+    assert len(calls) == 2 * (3 + 3 + 2)

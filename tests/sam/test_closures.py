@@ -277,3 +277,42 @@ def test_a_schedule_that_does_not_list_its_ascent():
     message = r"^ascents\(main\) of Forgets\(.*\) must return every ascent that a step may take, but MomentumAscent\("
     with pytest.raises(ValueError, match=message):
         opt.step(t.closure(opt))
+
+
+def test_a_closure_that_clears_does_not_vouch_for_another():
+    t = task()
+    opt = sam(t)
+    for _ in range(2):
+        opt.step(t.closure(opt))
+    with pytest.raises(UserRuntimeError, match=NOT_CLEARED):
+        opt.step(clears(lambda t, opt: None)(t, opt))
+
+
+def test_sparse_gradients_of_a_base_step_are_left_alone():
+    embedding = nn.Embedding(5, 3, sparse=True)
+    opt = SAM(embedding.parameters(), torch.optim.SGD, lr=0.1, schedule=LastSteps(0.01, 1000))
+
+    def closure():
+        opt.zero_grad()
+        loss = embedding(torch.tensor([1, 2])).sum()
+        loss.backward()
+        return loss
+
+    before = embedding.weight.detach().clone()
+    for _ in range(3):
+        opt.step(closure)
+    assert torch.allclose(before - embedding.weight, 0.3 * torch.tensor([0.0, 1, 1, 0, 0])[:, None].expand(5, 3))
+
+
+def test_a_closure_that_fails_leaves_no_nan():
+    t = task()
+    opt = sam(t)
+    t.loss().backward()
+    opt.zero_grad(set_to_none=False)
+
+    def closure():
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        opt.step(closure)
+    assert all(p.grad is None or torch.isfinite(p.grad).all() for p in t.model.parameters())

@@ -129,3 +129,21 @@ def test_wrap_takes_no_class():
 def test_a_model_that_is_none():
     with pytest.raises(TypeError, match=r"^model must be a module, but is a str; pass the model, not its parameters$"):
         SAM([nn.Parameter(torch.ones(2))], torch.optim.SGD, lr=0.1, model="resnet")
+
+
+def test_memory_that_is_shared_by_groups_of_equal_rho_comes_back():
+    """Equal numbers in different objects make two buckets: the second is saved after the first was perturbed."""
+    w = torch.randn(4, dtype=torch.float64)
+    a, b = nn.Parameter(w), nn.Parameter(w)
+    before = w.clone()
+    opt = SAM([{"params": [a], "rho": 0.5}, {"params": [b], "rho": float("0.5")}], torch.optim.SGD, lr=0.0)
+    (a.square().sum() + b.sum()).backward()
+    with opt.perturbed():
+        pass
+    assert torch.equal(w, before)
+
+
+def test_views_that_do_not_overlap_may_differ_in_rho():
+    flat = torch.randn(8)
+    halves = nn.Parameter(flat[:4]), nn.Parameter(flat[4:])
+    SAM([{"params": [halves[0]], "rho": 0.1}, {"params": [halves[1]], "rho": 0.0}], torch.optim.SGD, lr=0.1)
