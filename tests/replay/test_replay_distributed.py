@@ -80,3 +80,48 @@ def test_it_falls_back_with_one_warning_and_is_that_of_one_process(ranks, name):
         assert re.search(REASONS[name], messages[0])
         for w, expected in zip(weights, model.parameters(), strict=True):
             torch.testing.assert_close(w, expected.detach(), rtol=1e-12, atol=1e-14)
+
+
+class Branches(nn.Module):
+    """Takes another path, with a skip past the cut, where the batch is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.extra, self.b, self.c = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        if x.mean() > 0:
+            return self.c(self.b(self.extra(h)).tanh() + h[:, :8])
+        return self.c(self.b(h).tanh())
+
+
+def run_apart(rank: int, folder: str) -> None:
+    """From the fifth step on rank 1 alone gives replay up."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = Branches().double()
+    replica = DistributedDataParallel(model, find_unused_parameters=True)
+    opt = SAM(replica.parameters(), torch.optim.SGD, rho=0.3, mask=SuffixMask(replica, "b"), lr=0.1)
+    x, y = batch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(8):
+            mine = x[rank::2].abs() * (1 if rank and step >= 4 else -1)
+
+            def closure(mine=mine):
+                opt.zero_grad()
+                loss = (replica(mine) - y[rank::2]).square().mean()
+                loss.backward()
+                return loss
+
+            opt.step(closure)
+    torch.save([p.detach() for p in model.parameters()], f"{folder}/rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_a_rank_that_gives_replay_up_alone_stays_with_the_others(tmp_path):
+    mp.spawn(run_apart, (str(tmp_path),), nprocs=2)
+    one, other = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
