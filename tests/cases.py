@@ -136,11 +136,6 @@ class Policy(NamedTuple):
         ascent = ASCENTS[self.ascent]()
         return ascent is not None and ascent.passes == 1 and self.schedule in ("none", "every-step", "every-nth")
 
-    @property
-    def has_base_steps(self) -> bool:
-        """Whether some steps need no closure's second call."""
-        return self.schedule not in ("none", "every-step") or self.always_one_pass
-
 
 def policies() -> list[Any]:
     """Every mask, ascent, schedule and base at least once, and the pairs that meet; all products are slow cases."""
