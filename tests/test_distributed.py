@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
-import torch
-import torch.multiprocessing as mp
+from ranks import in_ranks
 from torch import distributed as dist
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -38,9 +35,7 @@ def take_step(opt, model, x, y, *, synced: bool) -> None:
     opt.step()
 
 
-def run(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+def run(rank: int) -> dict:
     results = {}
     for case in CASES:
         for synced in (True, False):
@@ -50,15 +45,12 @@ def run(rank: int, folder: str) -> None:
             for _ in range(STEPS):
                 take_step(opt, model, t.x[rank::2], t.y[rank::2], synced=synced)
             results[str(case), synced] = ([p.detach() for p in t.model.parameters()], opt.masks())
-    torch.save(results, os.path.join(folder, f"rank{rank}.pt"))  # noqa: PTH118
-    dist.destroy_process_group()
+    return results
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("ranks"))
-    mp.spawn(run, (folder,), nprocs=2)
-    return [torch.load(f"{folder}/rank{rank}.pt") for rank in range(2)]
+def ranks():
+    return in_ranks(run)
 
 
 @pytest.mark.parametrize("name", [str(case) for case in CASES])

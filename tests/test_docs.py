@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
-from torch import distributed as dist
+from ranks import in_ranks
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -34,7 +33,7 @@ BLOCKS = [
 def test_block(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some write files
     if "ddp_model" in block:  # a process group lives and dies with a process of its own
-        mp.spawn(run_distributed, (block, str(tmp_path)))
+        in_ranks(run_distributed, block, str(tmp_path), world_size=1)
     else:
         run_block(block)
 
@@ -42,11 +41,7 @@ def test_block(block, tmp_path, monkeypatch):
 def run_distributed(rank: int, block: str, folder: str) -> None:
     """Run a block in a process group of one, which is enough to see that the names are right."""
     os.chdir(folder)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=1)
-    try:
-        run_block(block, distributed=True)
-    finally:
-        dist.destroy_process_group()
+    run_block(block, distributed=True)
 
 
 def run_block(block: str, *, distributed: bool = False) -> None:

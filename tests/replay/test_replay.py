@@ -12,9 +12,9 @@ from collections import Counter
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import in_ranks
 from replay_models import BASE, CASES, EVERY_CUT, RHO, Plain, Shared, closure_of, differences, snapshot, vectors
 from torch import distributed as dist
 from torch import nn
@@ -330,9 +330,7 @@ def share_of(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x[rank::2], y[rank::2]
 
 
-def train_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+def train_rank(rank: int) -> dict:
     results = {}
     for name, options in DDP_OPTIONS.items():
         model = CASES["vgg"].model()
@@ -341,15 +339,12 @@ def train_rank(rank: int, folder: str) -> None:
         torch.manual_seed(rank)
         closure = closure_of(replica, opt.zero_grad, share_of(rank))
         results[name] = [snapshot(model, opt.step(closure)) for _ in range(DDP_STEPS)], calls
-    torch.save(results, f"{folder}/rank{rank}.pt")
-    dist.destroy_process_group()
+    return results
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("ranks"))
-    mp.spawn(train_rank, (folder,), nprocs=2)
-    return [torch.load(f"{folder}/rank{rank}.pt", weights_only=False) for rank in range(2)]
+def ranks():
+    return in_ranks(train_rank)
 
 
 @distributed

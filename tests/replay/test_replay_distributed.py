@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from ranks import in_ranks
 from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -49,9 +49,7 @@ def train(model: nn.Module, network: nn.Module, x: torch.Tensor, y: torch.Tensor
     return [str(w.message) for w in record if "second pass" in str(w.message)]
 
 
-def run(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+def run(rank: int) -> dict:
     x, y = batch()
     results = {}
     for name in REASONS:
@@ -59,15 +57,12 @@ def run(rank: int, folder: str) -> None:
         replica = DistributedDataParallel(model, static_graph=name == "static graph")
         messages = train(replica, replica if name == "static graph" else model, x[rank::2], y[rank::2])
         results[name] = [p.detach() for p in model.parameters()], messages
-    torch.save(results, f"{folder}/rank{rank}.pt")
-    dist.destroy_process_group()
+    return results
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("ranks"))
-    mp.spawn(run, (folder,), nprocs=2)
-    return [torch.load(f"{folder}/rank{rank}.pt") for rank in range(2)]
+def ranks():
+    return in_ranks(run)
 
 
 @pytest.mark.parametrize("name", REASONS)
@@ -96,10 +91,8 @@ class Branches(nn.Module):
         return self.c(self.b(h).tanh())
 
 
-def run_apart(rank: int, folder: str) -> None:
+def run_apart(rank: int) -> list[torch.Tensor]:
     """From the fifth step on rank 1 alone gives replay up."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     torch.manual_seed(0)
     model = Branches().double()
     replica = DistributedDataParallel(model, find_unused_parameters=True)
@@ -117,11 +110,9 @@ def run_apart(rank: int, folder: str) -> None:
                 return loss
 
             opt.step(closure)
-    torch.save([p.detach() for p in model.parameters()], f"{folder}/rank{rank}.pt")
-    dist.destroy_process_group()
+    return [p.detach() for p in model.parameters()]
 
 
-def test_a_rank_that_gives_replay_up_alone_stays_with_the_others(tmp_path):
-    mp.spawn(run_apart, (str(tmp_path),), nprocs=2)
-    one, other = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+def test_a_rank_that_gives_replay_up_alone_stays_with_the_others():
+    one, other = in_ranks(run_apart)
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
