@@ -34,7 +34,8 @@ MAY_IMPORT = {  # besides itself
     "training": CORE | {"models", "data", "runs"},
     "analysis": CORE | {"models", "data", "runs"},
     "report": CORE | {"runs", "analysis"},
-    "cli": CORE | {"models", "data", "runs", "training", "analysis", "report"},
+    "reproduce": CORE | {"models", "data", "runs", "training", "analysis", "report"},
+    "cli": CORE | {"models", "data", "runs", "training", "analysis", "report", "reproduce"},
 }
 
 BASES = {"Mask", "Ascent", "Schedule"}

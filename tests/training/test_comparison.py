@@ -70,7 +70,7 @@ def test_a_run_is_gone_before_the_next_is_made(tmp_path, monkeypatch):
         made.append(weakref.ref(run))
         return run
 
-    monkeypatch.setattr("sparsam.training.comparison.new_run", making)
+    monkeypatch.setattr("sparsam.training.turns.new_run", making)
     options = {"overrides": ["train.max_steps=1"], "device": CPU}
     compare_recipes(["digits-sgd"], seeds=3, output=tmp_path, **options)
     assert alive == [0, 0, 0]

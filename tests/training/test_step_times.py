@@ -115,7 +115,7 @@ def test_too_little_memory_for_all_methods_is_said(tmp_path, monkeypatch):
     def time(*arguments, **options):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr("sparsam.training.comparison.time_in_turn", time)
+    monkeypatch.setattr("sparsam.training.turns.time_in_turn", time)
     with pytest.raises(UserError, match=r"all runs are finished, but .* --rounds 0 leaves it out"):
         compare_recipes(["digits-sgd"], 1, tmp_path, overrides=["train.max_steps=1"], device=CPU, rounds=1)
     assert RunDirectory(tmp_path / "digits-sgd-seed0").finished
@@ -128,7 +128,7 @@ def test_a_comparison_keeps_the_ratios_of_all_methods_in_the_summaries(tmp_path,
         timed.append([recipe.name for recipe in recipes])
         return [StepRatio(1.0 + i, 1.0, 3.0, rounds) for i in range(len(recipes))]
 
-    monkeypatch.setattr("sparsam.training.comparison.time_in_turn", time)
+    monkeypatch.setattr("sparsam.training.turns.time_in_turn", time)
     options = {"overrides": ["train.max_steps=1"], "device": CPU, "rounds": 7}
     for _ in range(2):  # the second time all is known
         runs = compare_recipes(["digits-sgd", "digits-sam"], 2, tmp_path, **options)

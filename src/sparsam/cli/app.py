@@ -17,6 +17,7 @@ from sparsam.cli.doctor import doctor
 from sparsam.cli.evaluate import evaluate
 from sparsam.cli.recipes import recipes
 from sparsam.cli.report import report
+from sparsam.cli.reproduce import reproduce
 from sparsam.cli.train import train
 from sparsam.errors import UserError
 from sparsam.training.interrupt import Interrupted
@@ -28,7 +29,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (train, evaluate, compare, report, recipes, cuts, *COMMANDS, convergence, doctor):
+for command in (train, evaluate, compare, reproduce, report, recipes, cuts, *COMMANDS, convergence, doctor):
     app.command()(command)
 
 

@@ -10,10 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
-from typing import Any
 
-from sparsam.runs.recipe import Recipe
 from sparsam.runs.run import Run
+from sparsam.runs.same import completed
 from sparsam.runs.step_time import StepRatio
 from sparsam.settings import differences
 
@@ -158,7 +157,7 @@ class Method:
             reached = max(run.metrics[-1].epoch if run.metrics else 0 for run in unfinished)
             planned = [run.planned_epochs for run in unfinished if run.planned_epochs is not None]
             notes.append(f"unfinished: epoch {reached}" + (f" of {max(planned)}" if planned else ""))
-        keys = [key for key in differences(*(_completed(run.recipe) for run in self.runs)) if key not in INCIDENTAL]
+        keys = [key for key in differences(*(completed(run.recipe) for run in self.runs)) if key not in INCIDENTAL]
         if keys:
             notes.append(f"recipes differ in {', '.join(keys)}")
         seeds = Counter(run.seed for run in self.counted)
@@ -183,10 +182,3 @@ class Method:
             for layer in layers
         )
         return Density(layers, epochs, shares, max(map(len, values.values())))
-
-
-def _completed(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return a recipe of an older version with the defaults of the settings that it lacks."""
-    defaults = Recipe().to_dict()
-    tables = {key: {**table, **recipe.get(key, {})} for key, table in defaults.items() if isinstance(table, dict)}
-    return {**defaults, **recipe, **tables}

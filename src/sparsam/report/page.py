@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,16 @@ from sparsam.runs.run import Run
 SCRIPTS = ("elements.js", "numbers.js", "interactive.js", "line_chart.js", "heat_map.js", "page.js")
 
 
-def write_report(runs: list[Path], destination: Path, figures: Path | None = None) -> Path:
+def write_report(
+    runs: list[Path], destination: Path, figures: Path | None = None, tables: Mapping[str, Table] | None = None
+) -> Path:
     """Write one self-contained page that compares training runs.
 
     Args:
         runs: Run directories. Those with the same recipe name are seeds of one method.
         destination: The file to write, or a directory, in which it is named `report.html`.
         figures: The folder in which commands have drawn the runs; default: see :func:`~.figures.find_figures`.
+        tables: Further tables by their titles, which come first.
 
     Returns:
         The path of the page.
@@ -55,6 +58,7 @@ def write_report(runs: list[Path], destination: Path, figures: Path | None = Non
             title=escape(", ".join(dict.fromkeys(run.setup for run in shown))),
             sentence=escape(_sentence(methods)),
             facts="\n".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in _facts(shown)),
+            tables="\n".join(_further(i, title, table) for i, (title, table) in enumerate((tables or {}).items())),
             table=_table(summary_table(methods), looks),
             minima=figures_html(drawn, destination),
             recipes="\n".join(
@@ -117,13 +121,22 @@ def _swatch(look: Style) -> str:
     )
 
 
-def _table(table: Table, looks: Sequence[Style]) -> str:
+def _further(number: int, title: str, table: Table) -> str:
+    return (
+        f'<section class="card" aria-labelledby="table-{number}"><h2 id="table-{number}">{escape(title)}</h2>'
+        f'<div class="scroll" tabindex="0" role="region" aria-labelledby="table-{number}">'
+        f'<table class="numbers">{_table(table)}</table></div></section>'
+    )
+
+
+def _table(table: Table, looks: Sequence[Style] = ()) -> str:
     head = "".join(f'<th scope="col">{escape(label)}</th>' for label in table.columns)
+    swatches = [_swatch(look) for look in looks] or [""] * len(table.rows)
     rows = "\n".join(
-        f'<tr><th scope="row">{_swatch(look)}{_cell(row[0])}</th>'
+        f'<tr><th scope="row">{swatch}{_cell(row[0])}</th>'
         + "".join(f"<td>{_cell(cell)}</td>" for cell in row[1:])
         + "</tr>"
-        for look, row in zip(looks, table.rows, strict=True)
+        for swatch, row in zip(swatches, table.rows, strict=True)
     )
     return f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>"
 

@@ -14,9 +14,10 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from sparsam.runs.files import RunError, read_text, replace_file
+from sparsam.runs.lock import lock_file
 from sparsam.runs.recipe import Recipe, RecipeError, recipe_from
 from sparsam.runs.record import Record
 
@@ -27,6 +28,7 @@ class RunDirectory:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._events: Any = None
+        self._locked: IO[bytes] | None = None
 
     @property
     def last(self) -> Path:
@@ -51,8 +53,8 @@ class RunDirectory:
     def create(self, recipe: Recipe, environment: dict[str, Any]) -> None:
         """Start a new run here."""
         self.check_new()
-        self._write("recipe.json", recipe.to_dict())
         self._write("environment.json", environment)
+        self._write("recipe.json", recipe.to_dict())  # the last, because it makes this a run
 
     def check_new(self) -> None:
         """Refuse to overwrite a run."""
@@ -60,6 +62,16 @@ class RunDirectory:
             raise RecipeError(
                 f"{self.path} holds a run already; continue it with --resume {self.path}, or choose another --output"
             )
+
+    def lock(self) -> None:
+        """Keep other processes from training this run, until :meth:`unlock` or the end of this process."""
+        self._locked = lock_file(self.path / "recipe.json")
+
+    def unlock(self) -> None:
+        """Let other processes train this run."""
+        if self._locked is not None:
+            self._locked.close()
+            self._locked = None
 
     def read(self, name: str) -> Record:
         """Read a JSON file of the run."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import tomllib
 import types
@@ -149,9 +150,14 @@ def _may_be_none(schema: Any, f: dataclasses.Field[Any]) -> bool:
     return optional and (names is None or default is None)
 
 
+@functools.cache
+def _hints(schema: Any) -> dict[str, Any]:
+    return typing.get_type_hints(schema)
+
+
 def _type(schema: Any, name: str) -> tuple[Any, bool]:
     """Return the type of a field without None, and whether it may be None."""
-    hint = typing.get_type_hints(schema)[name]
+    hint = _hints(schema)[name]
     if isinstance(hint, types.UnionType):
         (expected,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
         return expected, True

@@ -36,6 +36,7 @@ def new_run(
     device = device or default_device()
     trainer = Trainer(recipe, directory, device=device, progress=progress)
     directory.create(recipe, describe_environment(device))  # after all that can go wrong
+    directory.lock()
     return trainer
 
 
@@ -43,6 +44,7 @@ def old_run(path: str | Path, *, device: torch.device | None = None, progress: P
     """Return a trainer that stands where an unfinished run was saved last."""
     directory = RunDirectory(path)
     trainer = Trainer(directory.recipe(), directory, device=device or default_device(), progress=progress)
+    directory.lock()
     if directory.last.exists():
         trainer.load(directory.last)
     directory.keep_epochs(trainer.epoch)

@@ -90,23 +90,29 @@ class Trainer:
 
     def steps(self) -> Iterator[None]:
         """Train from where the trainer stands to the end, one step at a time."""
-        with self.progress:
-            self.progress.start(self.recipe, self.loader.steps, self.total_steps, self.epoch)
-            while self.epoch < self.epochs:
-                yield from self._train_epoch()
-                metrics = self._metrics()
-                self.directory.add_metrics(metrics)
-                if self.recipe.train.tensorboard:
-                    self.directory.add_events(metrics)
-                self.progress.epoch_done(metrics)
-                self._next_epoch(metrics)
-                if self._stop and self.epoch < self.epochs:
-                    self._save_and_stop()
-            summary = self._summary()
-            self.directory.write_summary(summary)
-            self.progress.done(summary)
+        try:
+            with self.progress:
+                yield from self._steps()
+        finally:
+            self.directory.unlock()
         if self._stop:
             raise Interrupted(f"{self.directory.path} is finished; nothing more was started")
+
+    def _steps(self) -> Iterator[None]:
+        self.progress.start(self.recipe, self.loader.steps, self.total_steps, self.epoch)
+        while self.epoch < self.epochs:
+            yield from self._train_epoch()
+            metrics = self._metrics()
+            self.directory.add_metrics(metrics)
+            if self.recipe.train.tensorboard:
+                self.directory.add_events(metrics)
+            self.progress.epoch_done(metrics)
+            self._next_epoch(metrics)
+            if self._stop and self.epoch < self.epochs:
+                self._save_and_stop()
+        summary = self._summary()
+        self.directory.write_summary(summary)
+        self.progress.done(summary)
 
     def _train_epoch(self) -> Iterator[None]:
         self.model.train()

@@ -1,0 +1,100 @@
+"""What runs would take, from a measured step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+from sparsam.replay.clock import Clock
+from sparsam.runs.build import build_network
+from sparsam.runs.config import MaskConfig
+from sparsam.runs.recipe import Recipe
+from sparsam.schedules import EveryStep
+from sparsam.training.build import build_ascent, build_base, build_sam
+from sparsam.training.step import TrainingStep, is_captured
+from sparsam.training.trainer import total_steps
+from sparsam.training.turns import PlannedRun
+
+WARM_UP, STEPS = 5, 10
+CPU_IMAGES, CPU_STEPS = 16, 2  # a CPU measures small batches and counts them as often as one batch has them
+
+
+class Images(NamedTuple):
+    """What a step must know of a data set."""
+
+    training: int  # images to train on
+    classes: int
+    channels: int
+    size: int
+
+
+IMAGES = {
+    "cifar10": Images(50_000, 10, 3, 32),
+    "cifar100": Images(50_000, 100, 3, 32),
+    "imagefolder": Images(1_281_167, 1000, 3, 224),
+    "digits": Images(1200, 10, 1, 8),
+}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run takes: steps, and seconds of each."""
+
+    run: PlannedRun
+    steps: int
+    seconds: float
+
+    @property
+    def hours(self) -> float:
+        """Hours of training."""
+        return self.steps * self.seconds / 3600
+
+
+def estimate(planned: Sequence[PlannedRun], device: torch.device) -> list[Estimate]:
+    """Measure a step of each network on random images, and count the steps of each run.
+
+    A mask that is no suffix counts as none: it saves nothing, and making it takes little. A schedule counts as every
+    step, so that a run that perturbs in its last steps only takes less.
+    """
+    seconds: dict[object, float] = {}
+    found = []
+    for run in planned:
+        recipe = run.recipe
+        key = (recipe.model, recipe.data.name, recipe.data.batch_size, recipe.train.precision, recipe.sam.enabled)
+        if key not in seconds:
+            seconds[key] = step_seconds(recipe, device)
+        found.append(Estimate(run, _steps(recipe), seconds[key]))
+    return found
+
+
+def step_seconds(recipe: Recipe, device: torch.device) -> float:
+    """Return the seconds of a step on random images: of SAM if the recipe has it, else of the base optimizer."""
+    images, batch = IMAGES[recipe.data.name], recipe.data.batch_size
+    used = min(batch, CPU_IMAGES) if device.type == "cpu" else batch
+    plain = replace(recipe, mask=MaskConfig())  # so that nothing asks for data
+    model = build_network(plain, images.classes, images.channels, device).train()
+    captured = is_captured(plain, device)
+    if plain.sam.enabled:
+        opt: torch.optim.Optimizer = build_sam(
+            plain, model, mask=None, ascent=build_ascent(plain.ascent), schedule=EveryStep(), captured=captured
+        )
+    else:
+        opt = build_base(plain, model, captured=captured)
+    step, clock = TrainingStep(plain, model, opt, device), Clock(device)
+    x = torch.randn(used, images.channels, images.size, images.size, device=device)
+    y = torch.randint(images.classes, (used,), device=device)
+    if plain.train.channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    warm_up, steps = (1, CPU_STEPS) if device.type == "cpu" else (WARM_UP, STEPS)
+    for _ in range(warm_up):
+        step(x, y)
+    return median(clock.time(lambda: step(x, y)) for _ in range(steps)) * batch / used
+
+
+def _steps(recipe: Recipe) -> int:
+    count = IMAGES[recipe.data.name].training - (recipe.data.validation or 0)
+    return total_steps(recipe, min(count, recipe.data.limit or count) // recipe.data.batch_size)

@@ -1,0 +1,60 @@
+"""A page in Markdown: every table of the paper with our numbers, and what is known about the differences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from sparsam.report.text import markdown
+from sparsam.reproduce.comparison import Result, compare, other_epochs
+from sparsam.reproduce.experiments import Experiment
+from sparsam.reproduce.table import paper_table
+from sparsam.runs.run import Run
+
+HEAD = """# The paper's tables, and ours
+
+`sparsam reproduce all --from {folder} --markdown {file}` writes this page from the runs in `{folder}`.
+
+Mi et al., "Make Sharpness-Aware Minimization Stronger: A Sparsified Perturbation Approach", NeurIPS 2022. The paper has
+the highest accuracy of all epochs on the test images; ours is that of the last epoch, as mean ± sample standard
+deviation over n seeds. FLOPs are the paper's theoretical figure, time is measured. Rows marked "ours" are not in the
+paper.
+"""
+
+
+def results_page(experiments: Sequence[Experiment], runs: Sequence[Run], folder: Path, file: Path) -> str:
+    """Return the page.
+
+    Args:
+        experiments: Tables; figures are left out.
+        runs: Finished runs of any kind.
+        folder: Where they are; notes/NAME.md in it is printed under the table NAME.
+        file: The name of the page.
+    """
+    tables = [experiment for experiment in experiments if experiment.shows is None]
+    sections = [HEAD.format(folder=folder, file=file), *(_section(table, runs, folder) for table in tables)]
+    return "\n".join(sections)
+
+
+def _section(experiment: Experiment, runs: Sequence[Run], folder: Path) -> str:
+    parts = [
+        f"## {experiment.name.capitalize().replace('Table', 'Table ')}: {experiment.title}",
+        *_tables(experiment, runs),
+    ]
+    note = folder / "notes" / f"{experiment.name}.md"
+    if note.is_file():
+        parts.append(note.read_text(encoding="utf-8").strip())
+    return "\n\n".join(parts) + "\n"
+
+
+def _tables(experiment: Experiment, runs: Sequence[Run]) -> Iterator[str]:
+    full = compare(experiment, runs)
+    yield markdown(paper_table(full))
+    for epochs in other_epochs(experiment, runs):
+        found = [r for r in compare(experiment, runs, [f"train.epochs={epochs}"]) if r.method]
+        yield f"**Scaled down to {epochs} epochs** of the paper's {_epochs(full)}:"
+        yield markdown(paper_table(found))
+
+
+def _epochs(results: Sequence[Result]) -> str:
+    return " or ".join(map(str, sorted({result.recipe.train.epochs for result in results})))

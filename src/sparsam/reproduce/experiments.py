@@ -1,0 +1,155 @@
+"""Tables and figures as data: a list of rows, each a recipe and the paper's number."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from sparsam.runs.recipe import Recipe, load_recipe, relevant_overrides
+from sparsam.runs.same import different_settings
+from sparsam.runs.schema import RecipeError
+
+PAPER = Path(__file__).with_name("paper.toml")
+ALL = ("tables", "figures", "all")
+FIGURES = ("curves", "sparsity", "gradients", "landscape", "hessian")
+ROW = {"recipe": str, "set": list, "paper": float, "flops": float, "seconds": float}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row: a recipe of the package, what it changes, and what the paper has.
+
+    Args:
+        source: The recipe's name, or a file.
+        overrides: `key=value`.
+        paper: The accuracy in percent; None: the row is ours.
+        flops: The theoretical cost relative to SGD.
+        seconds: The time to compute the Fisher information.
+    """
+
+    source: str
+    overrides: tuple[str, ...] = ()
+    paper: float | None = None
+    flops: float | None = None
+    seconds: float | None = None
+
+    @property
+    def name(self) -> str:
+        """The recipe's name, and what differs from it."""
+        return self.recipe().name
+
+    def recipe(self, overrides: Iterable[str] = ()) -> Recipe:
+        """Return the recipe. Its name says in what it differs from the one that it is made from.
+
+        Args:
+            overrides: Further `key=value`; those that have no meaning for the row are left out.
+
+        >>> Row("cifar10-resnet18-ssam-f", ("mask.sparsity=0.9", "mask.samples=128")).recipe(["train.epochs=30"]).name
+        'cifar10-resnet18-ssam-f-sparsity0.9-epochs30'
+        """
+        plain = load_recipe(self.source)
+        recipe = load_recipe(self.source, [*self.overrides, *self.relevant(overrides)])
+        changed = different_settings(plain.to_dict(), recipe.to_dict())
+        return replace(recipe, name="-".join([plain.name, *(_tag(key, new) for key, (_, new) in changed.items())]))
+
+    def relevant(self, overrides: Iterable[str]) -> list[str]:
+        """Return the overrides that have a meaning for the row."""
+        return relevant_overrides(self.source, overrides)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A table or a figure."""
+
+    name: str
+    title: str
+    rows: tuple[Row, ...]
+    shows: str | None = None
+    """What a figure draws, one of :data:`FIGURES`; None: it is a table."""
+
+
+def find_experiments(names: Sequence[str]) -> list[Experiment]:
+    """Return tables and figures of the paper by name, and those of files (*.toml) of the same form.
+
+    Args:
+        names: Such as table1 and figure3; tables, figures or all; or files.
+    """
+    paper = read_experiments(PAPER)
+    found: dict[str, Experiment] = {}
+    for name in names:
+        if Path(name).suffix == ".toml":
+            found |= read_experiments(Path(name))
+        elif name in ALL:
+            kind = "" if name == "all" else name.removesuffix("s")
+            found |= {key: experiment for key, experiment in paper.items() if key.startswith(kind)}
+        elif name in paper:
+            found[name] = paper[name]
+        else:
+            close = difflib.get_close_matches(name, [*paper, *ALL], 1)
+            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join((*paper, *ALL))}, or a file (*.toml)"
+            raise RecipeError(f"there is no table or figure named {name!r}; {hint}")
+    return list(found.values())
+
+
+def read_experiments(path: Path) -> dict[str, Experiment]:
+    """Read a file of tables and figures."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise RecipeError(f"there is no file {path}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"{path} is not valid TOML: {error}") from error
+    return {name: _experiment(path, name, values) for name, values in content.items()}
+
+
+def _experiment(path: Path, name: str, values: Any) -> Experiment:
+    allowed = {"title", "shows", "rows"}
+    if not isinstance(values, dict) or not values.get("rows") or not values.keys() <= allowed:
+        raise RecipeError(f"{name} in {path} must have rows, and may have a title and shows")
+    shows = values.get("shows")
+    if shows is not None and shows not in FIGURES:
+        raise RecipeError(f"shows of {name} in {path} must be one of {', '.join(FIGURES)}, but is {shows!r}")
+    return Experiment(name, values.get("title", name), tuple(_row(path, name, row) for row in values["rows"]), shows)
+
+
+def _row(path: Path, name: str, values: dict[str, Any]) -> Row:
+    for key, value in values.items():
+        expected = ROW.get(key)
+        if expected is None or not isinstance(value, (int, float) if expected is float else expected):
+            raise RecipeError(f"a row of {name} in {path} has {key} = {value!r}; it may have {', '.join(ROW)}")
+    if "recipe" not in values:
+        raise RecipeError(f"a row of {name} in {path} has no recipe")
+    return Row(
+        values["recipe"], tuple(values.get("set", ())), values.get("paper"), values.get("flops"), values.get("seconds")
+    )
+
+
+def chosen(experiments: Sequence[Experiment], only: Sequence[str]) -> list[Experiment]:
+    """Keep the rows whose name has one of some texts in it, which may hold * and ?. No text: all rows."""
+    if not only:
+        return list(experiments)
+    kept = []
+    for experiment in experiments:
+        rows = tuple(row for row in experiment.rows if any(fnmatch(row.name, f"*{text}*") for text in only))
+        if rows:
+            kept.append(replace(experiment, rows=rows))
+    if not kept:
+        raise RecipeError(f"--only {' '.join(only)} leaves no row; --list shows their names")
+    return kept
+
+
+def _tag(key: str, value: Any) -> str:
+    """Return a changed setting as a part of a name.
+
+    >>> _tag("mask.sparsity", 0.9), _tag("mask.interval_epochs", None), _tag("mask.criterion", "sharpest")
+    ('sparsity0.9', 'interval-none', 'sharpest')
+    """
+    word = key.rpartition(".")[2].removesuffix("_epochs")
+    if value is None:
+        return f"{word}-none"
+    return value if isinstance(value, str) else f"{word}{value:g}"

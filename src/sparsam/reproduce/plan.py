@@ -1,0 +1,51 @@
+"""From rows to runs: a run for each recipe and seed, however many tables have it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from sparsam.reproduce.experiments import Experiment
+from sparsam.runs.schema import RecipeError
+from sparsam.training.comparison import check_used
+from sparsam.training.turns import PlannedRun
+
+
+def plan_runs(
+    experiments: Sequence[Experiment], seeds: int, output: Path, overrides: Sequence[str] = ()
+) -> list[PlannedRun]:
+    """Return the runs that tables and figures need.
+
+    Args:
+        experiments: Tables and figures.
+        seeds: How many runs of each row, with seeds 0, 1, ...
+        output: Where they are written, as NAME-seedN.
+        overrides: `key=value`, for all rows that they have a meaning for.
+    """
+    planned: dict[Path, PlannedRun] = {}
+    rows = [row for experiment in experiments for row in experiment.rows]
+    for row in rows:
+        recipe = row.recipe(overrides)
+        for seed in range(seeds):
+            run = PlannedRun(
+                replace(recipe, train=replace(recipe.train, seed=seed)), output / f"{recipe.name}-seed{seed}"
+            )
+            planned.setdefault(run.path, run)
+    check_used(overrides, {override for row in rows for override in row.relevant(overrides)})
+    return list(planned.values())
+
+
+def part_of(planned: Sequence[PlannedRun], part: str | None) -> list[PlannedRun]:
+    """Return every n-th run, so that n jobs have all of them between each other.
+
+    Args:
+        planned: All runs.
+        part: K/N, with K from 0 to N - 1; None: all runs.
+    """
+    if part is None:
+        return list(planned)
+    k, slash, n = part.partition("/")
+    if not (slash and k.isdecimal() and n.isdecimal() and int(k) < int(n)):
+        raise RecipeError(f"--part must be K/N with K from 0 to N - 1, such as 0/4, but is {part!r}")
+    return list(planned[int(k) :: int(n)])

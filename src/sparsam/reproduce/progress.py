@@ -1,0 +1,60 @@
+"""How far runs are that other processes train, read from their folders."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from sparsam.errors import need
+from sparsam.runs.directory import RunDirectory
+
+
+class RunsProgress:
+    """A bar over the epochs of all runs on a terminal, a line for each finished run elsewhere."""
+
+    def __init__(self, runs: Sequence[Path]) -> None:
+        self.runs = [RunDirectory(path) for path in runs]
+        self._told: set[Path] = set()
+        self._bar: Any = None
+
+    def __enter__(self) -> Self:
+        if sys.stderr.isatty():
+            rich = need("rich.progress", "progress bars", extra="train")
+            console = need("rich.console", "progress bars", extra="train").Console(stderr=True)
+            self._bar = rich.Progress(
+                rich.TextColumn("{task.description}"),
+                rich.BarColumn(bar_width=20),
+                rich.TextColumn("{task.completed} of {task.total} epochs"),
+                rich.TimeRemainingColumn(),
+                console=console,
+                transient=True,
+            )
+            self._bar.start()
+            self._task = self._bar.add_task("", total=None)
+        return self
+
+    def __exit__(
+        self, exception: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def look(self) -> None:
+        """Show what has changed."""
+        for run in self.runs:
+            if run.finished and run.path not in self._told:
+                self._told.add(run.path)
+                summary = run.summary()
+                text = f"{run.path.name}: {100 * summary['test_accuracy']:.2f} %"
+                self._bar.console.print(text) if self._bar else print(text, file=sys.stderr, flush=True)
+        if self._bar is not None:
+            started = [run for run in self.runs if run.exists]
+            epochs = [run.recipe().train.epochs for run in started]
+            total = sum(epochs) * len(self.runs) // len(started) if started else None
+            done = sum(len(run.metrics()) for run in started)
+            self._bar.update(
+                self._task, description=f"{len(self._told)} of {len(self.runs)} runs", completed=done, total=total
+            )

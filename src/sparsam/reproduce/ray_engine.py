@@ -1,0 +1,93 @@
+"""Runs as tasks of a Ray cluster, which finds the places, and starts a task again when its worker dies.
+
+All workers must see the output folder and the data under the same paths. A run's folder holds its checkpoints, so a
+task that is started again continues the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsam.errors import UserRuntimeError, need
+from sparsam.reproduce.progress import RunsProgress
+from sparsam.runs.directory import RunDirectory
+from sparsam.training.turns import PlannedRun, train_runs
+
+POLL = 1.0  # seconds between two looks at the runs
+
+
+def train_with_ray(
+    planned: Sequence[PlannedRun],
+    *,
+    device: torch.device,
+    at_once: int = 1,
+    address: str | None = None,
+    retries: int = 3,
+    progress: Callable[[Sequence[Path]], RunsProgress] = RunsProgress,
+) -> None:
+    """Train those runs that are not finished, each as a task of its own.
+
+    Args:
+        planned: What to train, and where.
+        device: A GPU: each task asks for a fraction 1 / `at_once` of one. The CPU: each asks for a core.
+        at_once: How many tasks share a GPU.
+        address: Of an existing cluster; None: start one on this machine.
+        retries: How often a run is started again after its worker died.
+        progress: Shows how far the runs are.
+
+    Raises:
+        UserRuntimeError: Some runs failed. The others are trained all the same.
+    """
+    ray = need("ray", "tasks on a cluster", extra="ray")
+    waiting = [run for run in planned if not RunDirectory(run.path).finished]
+    if not waiting:
+        return
+    needs = {"num_gpus": 1 / at_once, "num_cpus": 0} if device.type == "cuda" else {"num_cpus": 1}
+    own = not ray.is_initialized()
+    if own:
+        ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level="warning")
+    try:
+        task = ray.remote(max_retries=retries, **needs)(_train)
+        kind, shared = device.type, at_once > 1
+        running = {task.remote(run._replace(path=run.path.resolve()), kind, shared): run for run in waiting}
+        failed = _wait(ray, running, progress([run.path for run in waiting]))
+    finally:
+        if own:
+            ray.shutdown()
+    if failed:
+        raise UserRuntimeError(
+            f"{len(failed)} of {len(waiting)} runs failed; the same command goes on with them: " + "; ".join(failed)
+        )
+
+
+def _train(run: PlannedRun, device: str, shared: bool) -> None:
+    """Train one run, in a worker."""
+    if device == "cpu":
+        torch.set_num_threads(1)
+    train_runs([run], device=torch.device(device), shared=shared)
+
+
+def _wait(ray: Any, running: dict[Any, PlannedRun], progress: RunsProgress) -> list[str]:
+    """Wait for all tasks; return what failed and why."""
+    failed = []
+    with progress:
+        while running:
+            done, _ = ray.wait(list(running), timeout=POLL)
+            for reference in done:
+                run = running.pop(reference)
+                try:
+                    ray.get(reference)
+                except Exception as error:
+                    failed.append(f"{run.path.name}: {_reason(error)}")
+            progress.look()
+    return failed
+
+
+def _reason(error: Exception) -> str:
+    """Return the message of what went wrong in a worker, without the traceback there."""
+    cause = getattr(error, "cause", None) or error
+    return str(cause).strip().splitlines()[-1]

@@ -1,0 +1,31 @@
+"""One process at a time trains a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import IO
+
+from sparsam.runs.files import RunError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+
+def lock_file(path: Path) -> IO[bytes]:
+    """Lock a file for this process and return it, open; closing it, or the end of the process, unlocks it.
+
+    Raises:
+        RunError: Another process holds the lock.
+    """
+    file = path.open("r+b")
+    if fcntl is not None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.close()
+            raise RunError(f"{path.parent} is being trained by another process; wait for it or stop it") from error
+        except OSError:  # a file system without locks
+            pass
+    return file

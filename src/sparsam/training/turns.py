@@ -1,0 +1,169 @@
+"""Several runs on one device: one after the other, or side by side, a step each in turn."""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from sparsam.errors import UserError, UserRuntimeError
+from sparsam.randomness import RngState, get_rng_state, set_rng_state
+from sparsam.runs.directory import RunDirectory
+from sparsam.runs.recipe import Recipe
+from sparsam.runs.schema import RecipeError
+from sparsam.settings import differences
+from sparsam.training.interrupt import Interrupted, stopping_on_signals
+from sparsam.training.launch import new_run, old_run
+from sparsam.training.progress import Progress
+from sparsam.training.step_times import time_in_turn
+from sparsam.training.trainer import Trainer
+
+OF_THE_PROCESS = ("deterministic", "threads")  # settings of `train` that hold for all runs of a process
+
+
+class PlannedRun(NamedTuple):
+    """What to train, and where the run is written."""
+
+    recipe: Recipe
+    path: Path
+
+
+def check_planned(planned: Sequence[PlannedRun], at_once: int = 1) -> None:
+    """Refuse at once what would fail only after some of the runs are trained."""
+    for recipe, path in planned:
+        run = RunDirectory(path)
+        if run.exists and (changed := differences(run.recipe().to_dict(), recipe.to_dict())):
+            raise RecipeError(
+                f"{path} holds a run of another recipe, which differs in {', '.join(changed)}; choose another "
+                f"--output or delete it"
+            )
+    for key in OF_THE_PROCESS:
+        if at_once > 1 and len({getattr(recipe.train, key) for recipe, _ in planned}) > 1:
+            raise RecipeError(f"runs at once must agree in train.{key}, which holds for the whole process")
+    if len({path for _, path in planned}) < len(planned):
+        raise RecipeError("the recipes must have different names, but two have the same")
+
+
+def train_runs(
+    planned: Sequence[PlannedRun],
+    *,
+    device: torch.device,
+    at_once: int = 1,
+    shared: bool = False,
+    progress: Callable[[], Progress] = Progress,
+) -> None:
+    """Train those runs that are not finished; continue those that were stopped.
+
+    Args:
+        planned: What to train, and where.
+        device: Where to train.
+        at_once: How many runs take turns on the device, a step each; on a GPU they overlap, on streams of their own.
+            Their step times and memory would not be those of a run alone, so summaries of such runs have none.
+        shared: Whether other processes train on the device too, which counts as above.
+        progress: Makes what shows the progress, anew for each run.
+    """
+    threads = torch.get_num_threads()
+
+    def trainer(run: PlannedRun) -> Trainer:
+        gc.collect()  # the run before must not count in this one's memory
+        torch.set_num_threads(threads)
+        if RunDirectory(run.path).exists:
+            return old_run(run.path, device=device, progress=progress())
+        return new_run(run.recipe, run.path, device=device, progress=progress())
+
+    unfinished = [run for run in planned if not RunDirectory(run.path).finished]
+    _take_turns((partial(trainer, run) for run in unfinished), at_once, device, shared=shared)
+    torch.set_num_threads(threads)
+
+
+def time_steps(planned: Sequence[PlannedRun], *, device: torch.device, rounds: int) -> None:
+    """Time all methods in turn and write the result into the runs' summaries, if one of them lacks it.
+
+    Args:
+        planned: Finished runs.
+        device: Where.
+        rounds: How many times each method takes a step (:mod:`sparsam.training.step_times`).
+    """
+    if all("step_ratio" in RunDirectory(path).summary() for _, path in planned):
+        return
+    methods = {recipe.name: recipe for recipe, _ in planned}
+    try:
+        times = time_in_turn(list(methods.values()), device=device, rounds=rounds)
+    except torch.OutOfMemoryError as error:
+        raise UserRuntimeError(
+            "all runs are finished, but there is too little memory to time them in turn; --rounds 0 leaves it out"
+        ) from error
+    ratios = dict(zip(methods, times, strict=True))
+    for recipe, path in planned:
+        directory = RunDirectory(path)
+        directory.write_summary({**directory.summary(), "step_ratio": ratios[recipe.name].to_dict()})
+
+
+def _take_turns(waiting: Iterable[Callable[[], Trainer]], at_once: int, device: torch.device, *, shared: bool) -> None:
+    """Train `at_once` runs side by side, a step each in turn, until none is left."""
+    waiting, turns = iter(waiting), deque[_Turns]()
+    stopped: list[Exception] = []
+
+    def stop() -> None:
+        stopped.append(Interrupted("stopped before the next run was begun"))
+        for turn in turns:
+            turn.run.stop()
+
+    with stopping_on_signals(stop):
+        while True:
+            if len(turns) < at_once and not stopped and (start := next(waiting, None)):
+                turns.appendleft(_Turns(start(), device, alone=at_once == 1, shared=shared))
+                if stopped:  # while it was being made
+                    turns[0].run.stop()
+            if not turns:
+                break
+            try:
+                turns[0].take()
+                turns.rotate(-1)
+            except StopIteration:
+                turns.popleft()
+            except Exception as error:  # the others are saved before it is raised
+                recipe = turns.popleft().run.recipe
+                if isinstance(error, UserError):
+                    named = RecipeError(f"{recipe.name}, seed {recipe.train.seed}: {error}")
+                    named.__cause__, error = error, named
+                stopped.insert(0, error)
+                stop()
+    if stopped:
+        raise stopped[0]
+
+
+class _Turns:
+    """A run that takes turns with others: its steps, its stream, and its random numbers, which others must not move."""
+
+    def __init__(self, run: Trainer, device: torch.device, *, alone: bool, shared: bool) -> None:
+        self.run, self.device, self.alone = run, device, alone
+        run.shared = shared or not alone
+        self._steps = run.steps()
+        self._stream = None if alone else _stream(device)
+        self._random: RngState = get_rng_state([device])
+
+    def take(self) -> None:
+        """Take one step."""
+        if self.alone:
+            next(self._steps)
+            return
+        set_rng_state(self._random)
+        with torch.cuda.stream(self._stream):
+            try:
+                next(self._steps)
+            finally:
+                self._random = get_rng_state([self.device])
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream | None:
+    if device.type != "cuda":
+        return None
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))  # for what the run's making has launched
+    return stream

@@ -1,0 +1,90 @@
+"""Tables as data: names of rows, what --only keeps, files of one's own, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from sparsam.reproduce.experiments import Row, chosen, find_experiments
+from sparsam.reproduce.plan import part_of, plan_runs
+from sparsam.runs.schema import RecipeError
+
+
+def test_a_row_is_named_after_what_it_changes():
+    row = Row("cifar10-resnet18-ssam-d", ("mask.sparsity=0.9", "mask.interval_epochs=none", "mask.criterion=sharpest"))
+    assert row.name == "cifar10-resnet18-ssam-d-sparsity0.9-interval-none-sharpest"
+    # what says where and how to compute is in no name
+    assert row.recipe(["data.root=elsewhere", "train.precision=bf16", "train.epochs=30"]).name == f"{row.name}-epochs30"
+
+
+def test_names_of_tables_and_groups():
+    assert [e.name for e in find_experiments(["table3", "figure1", "table3"])] == ["table3", "figure1"]
+    assert [e.name for e in find_experiments(["tables"])] == [f"table{i}" for i in range(1, 10)]
+    assert len(find_experiments(["all"])) == 14
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tabel1", r"there is no table or figure named 'tabel1'; did you mean table1\?"),
+        ("xyz", "no table or figure named 'xyz'; known: table1, table2.*or a file"),
+        ("none.toml", "there is no file none.toml"),
+    ],
+)
+def test_a_name_that_is_none(name, message):
+    with pytest.raises(RecipeError, match=message):
+        find_experiments([name])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[t]\nrows = []", "t in .* must have rows, and may have a title and shows"),
+        ("[t]\nother = 1\nrows = [{ recipe = 'digits-sgd' }]", "must have rows, and may have"),
+        (
+            "[t]\nshows = 'x'\nrows = [{ recipe = 'digits-sgd' }]",
+            "shows of t in .* must be one of curves, .*but is 'x'",
+        ),
+        ("[t]\nrows = [{ paper = 1.0 }]", "a row of t in .* has no recipe"),
+        ("[t]\nrows = [{ recipe = 'digits-sgd', papr = 1.0 }]", "has papr = 1.0; it may have recipe, set, paper"),
+        ("[t]\nrows = [{ recipe = 'digits-sgd', paper = '1' }]", "has paper = '1'; it may have"),
+        ("[t", "is not valid TOML"),
+    ],
+)
+def test_a_file_that_cannot_be_used(tmp_path, text, message):
+    file = tmp_path / "own.toml"
+    file.write_text(text)
+    with pytest.raises(RecipeError, match=message):
+        find_experiments([str(file)])
+
+
+def test_only_keeps_rows_by_a_text_in_their_names():
+    (table,) = chosen(find_experiments(["table1"]), ["cifar10-*ssam-f", "cifar100-*sgd"])
+    names = [row.name for row in table.rows]
+    assert len(names) == 8
+    assert all("cifar10-resnet18-ssam-f" in name or "cifar100-resnet18-sgd" in name for name in names)
+    with pytest.raises(RecipeError, match="--only nothing leaves no row"):
+        chosen(find_experiments(["table1"]), ["nothing"])
+
+
+def test_tables_share_runs(tmp_path):
+    """Tables 1, 8 and 9 have SSAM-F at sparsity 0.5 with 128 samples and a new mask each epoch."""
+    together = plan_runs(find_experiments(["table1", "table8", "table9"]), 2, tmp_path)
+    names = [run.path.name for run in together]
+    assert len(set(names)) == len(names) == 2 * (31 + 10 + 20)
+    assert names[:2] == ["cifar10-resnet18-sgd-seed0", "cifar10-resnet18-sgd-seed1"]
+    assert [run.recipe.train.seed for run in together[:2]] == [0, 1]
+
+
+def test_a_setting_without_a_meaning_is_refused(tmp_path):
+    experiments = chosen(find_experiments(["table1"]), ["sgd"])
+    with pytest.raises(RecipeError, match=r"mask\.sparsity has no meaning for any of the recipes"):
+        plan_runs(experiments, 1, tmp_path, ["mask.sparsity=0.5"])
+
+
+def test_parts_have_all_runs_between_each_other(tmp_path):
+    planned = plan_runs(find_experiments(["table3"]), 1, tmp_path)
+    parts = [part_of(planned, f"{k}/3") for k in range(3)]
+    assert sorted(run.path for part in parts for run in part) == sorted(run.path for run in planned)
+    for text in ("3/3", "1", "a/b", "-1/3"):
+        with pytest.raises(RecipeError, match="--part must be K/N"):
+            part_of(planned, text)

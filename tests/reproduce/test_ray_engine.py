@@ -1,0 +1,96 @@
+"""Runs as Ray tasks on a cluster of this machine: a worker that is killed neither loses nor repeats an epoch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from commands import sparsam
+
+from sparsam.errors import MissingPackageError
+from sparsam.reproduce.experiments import Experiment, Row
+from sparsam.reproduce.plan import plan_runs
+from sparsam.reproduce.ray_engine import train_with_ray
+from sparsam.runs.directory import RunDirectory
+from sparsam.training.turns import train_runs
+
+EPOCHS = 6
+TIMES = ("seconds", "elapsed", "step_ms")
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    planned = plan_runs([Experiment("t", "t", (Row("digits-sgd"),))], 1, tmp_path)
+    with pytest.raises(MissingPackageError, match=r"need the package ray: pip install 'sparsam\[ray\]'"):
+        train_with_ray(planned, device=torch.device("cpu"))
+
+
+def numbers(run: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+
+
+def workers(run: Path) -> list[int]:
+    """Return the processes that hold a run's lock."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if process.readlink() == run / "recipe.json":
+                found.append(int(process.parts[2]))
+        except OSError:
+            continue  # it has ended, or has closed the file
+    return found
+
+
+@pytest.mark.slow
+def test_a_killed_worker_loses_and_repeats_nothing(tmp_path):
+    pytest.importorskip("ray", reason="needs the extra [ray]")
+    rows = (Row("digits-sgd"), Row("digits-ssam-d"))
+    changes = [f"train.epochs={EPOCHS}", "train.deterministic=true", "train.threads=1"]
+    planned = plan_runs([Experiment("t", "t", rows)], 1, tmp_path / "ray", changes)
+    victim = planned[1].path
+
+    class Killer:
+        """Kills the worker of a run after its second epoch, in place of a progress bar."""
+
+        killed: list[int] = []  # noqa: RUF012
+
+        def __init__(self, runs: object) -> None: ...
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error: object) -> None: ...
+
+        def look(self) -> None:
+            if not self.killed and RunDirectory(victim).exists and len(RunDirectory(victim).metrics()) >= 2:
+                for process in workers(victim):
+                    os.kill(process, signal.SIGKILL)
+                    self.killed.append(process)
+
+    device = torch.device("cpu")
+    train_with_ray(planned, device=device, progress=Killer)
+    assert Killer.killed
+    alone = plan_runs([Experiment("t", "t", rows)], 1, tmp_path / "alone", changes)
+    train_runs(alone, device=device)
+    for one, other in zip(planned, alone, strict=True):
+        assert numbers(one.path) == numbers(other.path)
+        assert [m["epoch"] for m in numbers(one.path)] == list(range(1, EPOCHS + 1))
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_is_named_and_the_others_are_trained(tmp_path):
+    pytest.importorskip("ray", reason="needs the extra [ray]")
+    file = tmp_path / "own.toml"
+    file.write_text("[t]\nrows = [{ recipe = 'digits-sgd' }, { recipe = 'cifar10-resnet18-sgd' }]\n")
+    done = sparsam(
+        "reproduce", file, "--engine", "ray", "--epochs", 1, "-o", tmp_path / "runs", "--device", "cpu", code=1
+    )
+    assert "1 of 2 runs failed; the same command goes on with them: cifar10-resnet18-sgd-epochs1-seed0:" in done.stderr
+    assert "data" in done.stderr
+    assert RunDirectory(tmp_path / "runs" / "digits-sgd-epochs1-seed0").finished
