@@ -62,6 +62,8 @@ def test_only_keeps_rows_by_a_text_in_their_names():
     names = [row.name for row in table.rows]
     assert len(names) == 8
     assert all("cifar10-resnet18-ssam-f" in name or "cifar100-resnet18-sgd" in name for name in names)
+    (table,) = chosen(find_experiments(["table1"]), ["cifar100-resnet18-sgd"])  # the name of a row: that row alone
+    assert [row.name for row in table.rows] == ["cifar100-resnet18-sgd"]
     with pytest.raises(RecipeError, match="--only nothing leaves no row"):
         chosen(find_experiments(["table1"]), ["nothing"])
 

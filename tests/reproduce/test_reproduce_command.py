@@ -123,7 +123,7 @@ def test_a_page_of_all_tables(own, reproduced, tmp_path):
     found = accuracy(output, "digits-sgd-epochs2")
     assert f"| SGD | 90.00 | {fmean(found):.2f} ± {stdev(found):.2f} | 2 |" in text
     assert text.endswith("A known difference.\n")
-    assert "figure" not in text
+    assert "## Figure" not in text
 
 
 def test_the_list_has_every_row():
@@ -193,3 +193,9 @@ def test_a_killed_command_goes_on_and_neither_loses_nor_repeats_an_epoch(own, tm
         assert {k: v for k, v in one.items() if k not in ("seconds", "elapsed", "step_ms")} == {
             k: v for k, v in other.items() if k not in ("seconds", "elapsed", "step_ms")
         }
+
+
+def test_the_committed_page_is_that_of_the_committed_runs(tmp_path):
+    page = tmp_path / "RESULTS.md"
+    invoke("reproduce", "all", "--from", "results", "--markdown", page)
+    assert page.read_text().replace(str(page), "RESULTS.md") == (ROOT / "RESULTS.md").read_text()

@@ -11,6 +11,8 @@ from sparsam.reproduce.experiments import Experiment
 from sparsam.reproduce.table import paper_table
 from sparsam.runs.run import Run
 
+SHORTEST = 0.1  # of the paper's epochs; shorter runs were made to time steps
+
 HEAD = """# The paper's tables, and ours
 
 `sparsam reproduce all --from {folder} --markdown {file}` writes this page from the runs in `{folder}`.
@@ -51,6 +53,8 @@ def _tables(experiment: Experiment, runs: Sequence[Run]) -> Iterator[str]:
     full = compare(experiment, runs)
     yield markdown(paper_table(full))
     for epochs in other_epochs(experiment, runs):
+        if epochs < SHORTEST * min(result.recipe.train.epochs for result in full):
+            continue
         found = [r for r in compare(experiment, runs, [f"train.epochs={epochs}"]) if r.method]
         yield f"**Scaled down to {epochs} epochs** of the paper's {_epochs(full)}:"
         yield markdown(paper_table(found))

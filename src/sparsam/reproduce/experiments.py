@@ -130,12 +130,19 @@ def _row(path: Path, name: str, values: dict[str, Any]) -> Row:
 
 
 def chosen(experiments: Sequence[Experiment], only: Sequence[str]) -> list[Experiment]:
-    """Keep the rows whose name has one of some texts in it, which may hold * and ?. No text: all rows."""
+    """Keep the rows whose name is one of some texts, or has one in it that is no row's name. No text: all rows.
+
+    Args:
+        experiments: Tables and figures.
+        only: The texts, which may hold * and ?.
+    """
     if not only:
         return list(experiments)
+    names = {row.name for experiment in experiments for row in experiment.rows}
+    patterns = [text if text in names else f"*{text}*" for text in only]
     kept = []
     for experiment in experiments:
-        rows = tuple(row for row in experiment.rows if any(fnmatch(row.name, f"*{text}*") for text in only))
+        rows = tuple(row for row in experiment.rows if any(fnmatch(row.name, text) for text in patterns))
         if rows:
             kept.append(replace(experiment, rows=rows))
     if not kept:

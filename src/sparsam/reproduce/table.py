@@ -48,8 +48,9 @@ def paper_table(results: Sequence[Result]) -> Table:
     )
     settings = [tuple(_shown(COLUMNS[name](result.recipe)) for name in columns) for result in results]
     method = columns.index("Method")
-    for i, result in enumerate(results):  # rows that nothing else tells apart
-        if settings.count(settings[i]) > 1:
+    alike = [settings.count(row) > 1 for row in settings]
+    for i, result in enumerate(results):
+        if alike[i]:
             decay = f"{settings[i][method]}, wd {result.recipe.optimizer.weight_decay:g}"
             settings[i] = (*settings[i][:method], decay, *settings[i][method + 1 :])
     return Table(headings, tuple(_row(*row, timed=timed) for row in zip(results, settings, strict=True)))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from sparsam.runs.files import RunError, read_text, replace_file
 from sparsam.runs.lock import lock_file
@@ -28,7 +28,7 @@ class RunDirectory:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._events: Any = None
-        self._locked: IO[bytes] | None = None
+        self._locked: int | None = None
 
     @property
     def last(self) -> Path:
@@ -64,14 +64,17 @@ class RunDirectory:
             )
 
     def lock(self) -> None:
-        """Keep other processes from training this run, until :meth:`unlock` or the end of this process."""
+        """Keep other processes from training this run, until :meth:`unlock` or the end of this object."""
         self._locked = lock_file(self.path / "recipe.json")
 
     def unlock(self) -> None:
         """Let other processes train this run."""
         if self._locked is not None:
-            self._locked.close()
+            os.close(self._locked)
             self._locked = None
+
+    def __del__(self) -> None:
+        self.unlock()
 
     def read(self, name: str) -> Record:
         """Read a JSON file of the run."""

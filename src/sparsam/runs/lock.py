@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import IO
 
 from sparsam.runs.files import RunError
 
@@ -13,18 +13,18 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 
-def lock_file(path: Path) -> IO[bytes]:
-    """Lock a file for this process and return it, open; closing it, or the end of the process, unlocks it.
+def lock_file(path: Path) -> int:
+    """Lock a file for this process; closing what is returned (:func:`os.close`), or the end of the process, unlocks it.
 
     Raises:
         RunError: Another process holds the lock.
     """
-    file = path.open("r+b")
+    file = os.open(path, os.O_RDWR)
     if fcntl is not None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            file.close()
+            os.close(file)
             raise RunError(f"{path.parent} is being trained by another process; wait for it or stop it") from error
         except OSError:  # a file system without locks
             pass
