@@ -17,6 +17,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -131,6 +132,11 @@ def measure(root, options, device):
     return speeds
 
 
+def shared_memory(options):
+    """Return how many bytes all batches that wait at once take: two for each worker, float32 in torchvision's."""
+    return 2 * options.workers * options.batch_size * 3 * CROP * CROP * 4
+
+
 def spread(values):
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
     return {"median": median, "low": low, "high": high, "n": len(values)}
@@ -139,13 +145,9 @@ def spread(values):
 def show(result):
     """Print the table as Markdown."""
     machine, images = result["environment"], result["data"]
-    print(
-        f"\nImages {images['images']} (JPEG, quality {images['jpeg_quality']}, {images['mean_kilobytes']:.0f} kB on",
-        end=" ",
-    )
-    print(
-        f"average), {images['images_a_round']} a round, batches of {result['batch_size']}, {result['workers']} workers"
-    )
+    size = f"JPEG, quality {images['jpeg_quality']}, {images['mean_kilobytes']:.0f} kB on average"
+    print(f"\nImages {images['images']} ({size}), {images['images_a_round']} a round,", end=" ")
+    print(f"batches of {result['batch_size']}, {result['workers']} workers")
     print(f"{machine['device']}, {machine['processor']}, {result['cores']} cores, torch {machine['torch']},", end=" ")
     print(f"torchvision {result['torchvision']}, Pillow {result['pillow']}, Python {machine['python']}\n")
     print(f"| pipeline | images/s, median of {result['rounds']} rounds (quartiles) | × torchvision (quartiles) |")
@@ -163,7 +165,7 @@ def main():
     parser.add_argument("--workers", type=int, default=cores, help=f"of each pipeline (default: the cores, {cores})")
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--batches", type=int, help="in a round (default: two for each worker)")
-    parser.add_argument("--rounds", type=int, default=7, help="at least 2 (default: 7)")
+    parser.add_argument("--rounds", type=int, default=5, help="at least 2 (default: 5)")
     # Enlarged images are smooth. At this quality their files come closest to those of photographs of that size.
     parser.add_argument("--quality", type=int, default=100, help="of the enlarged JPEGs (default: 100)")
     parser.add_argument("--device", type=torch.device, default=default_device())
@@ -180,11 +182,16 @@ def main():
     except ImportError as error:
         sys.exit(f"this benchmark needs the package {error.name}: pip install torchvision pillow")
 
+    memory = Path("/dev/shm")
+    if memory.is_dir() and shutil.disk_usage(memory).free < shared_memory(options):
+        parser.error(
+            f"{memory} must have {shared_memory(options) / 2**20:.0f} MB for waiting batches, but has "
+            f"{shutil.disk_usage(memory).free / 2**20:.0f} MB; choose fewer --workers or a smaller --batch-size"
+        )
+
     with tempfile.TemporaryDirectory() as folder:
         try:
-            data = enlarge(
-                options.images, Path(folder), options.batches * options.batch_size, options.quality, max(cores, 1)
-            )
+            data = enlarge(options.images, Path(folder), options.batches * options.batch_size, options.quality, cores)
         except ImageFolderError as error:
             parser.error(str(error))
         speeds = measure(Path(folder), options, options.device)
