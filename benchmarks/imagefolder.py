@@ -33,11 +33,10 @@ from sparsam.data.image_folder import MEAN, STD, FolderLoader
 from sparsam.training.environment import default_device, describe_environment
 
 WIDTH, HEIGHT, CROP = 500, 375, 224
-LABEL = f"enlarged to {WIDTH}x{HEIGHT}"
 
 
 def enlarge(source, target, count, quality, threads):
-    """Write `count` enlarged training images of a folder, or links to them, into another; return what they are."""
+    """Write `count` training images of a folder, enlarged, or links to them into another; return what they are."""
     from PIL import Image
 
     files = load_image_folder(source).train
@@ -48,20 +47,21 @@ def enlarge(source, target, count, quality, threads):
     def write(number):
         path = target / "train" / chosen[number].parent.name / f"{number}-0.JPEG"
         with Image.open(chosen[number]) as image:
+            larger = image.width > WIDTH or image.height > HEIGHT
             large = image.convert("RGB").resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC)
         large.save(path, quality=quality)
         for copy in range(1, math.ceil((count - number) / unique)):
             path.with_name(f"{number}-{copy}.JPEG").hardlink_to(path)
-        return path
+        return path, larger
 
     for name in {path.parent.name for path in chosen}:
         (target / "train" / name).mkdir(parents=True)
     with ThreadPoolExecutor(threads) as pool:
-        paths = list(pool.map(write, range(unique)))
+        paths, larger = zip(*pool.map(write, range(unique)), strict=True)
     (target / "val" / paths[0].parent.name).mkdir(parents=True)  # sparsam wants images to evaluate on
     (target / "val" / paths[0].parent.name / paths[0].name).hardlink_to(paths[0])
     return {
-        "images": LABEL,
+        "images": f"{'resized' if any(larger) else 'enlarged'} to {WIDTH}x{HEIGHT}",
         "source": Path(source).name,
         "jpeg_quality": quality,
         "mean_kilobytes": statistics.mean(path.stat().st_size for path in paths) / 1000,

@@ -44,6 +44,12 @@ def test_images_are_enlarged_and_repeated(script, shared_root, tmp_path, count):
             assert np.abs(np.asarray(got, dtype=float) - np.asarray(wanted)).mean() < 3
 
 
+def test_images_that_are_larger_are_not_called_enlarged(script, root, tmp_path):
+    opened(next(root.rglob("*.png"))).resize((400, 400)).save(root / "train" / "ant" / "large.png")
+    made = script.enlarge(root, tmp_path / "out", COUNT + 1, quality=90, threads=1)
+    assert made["images"] == "resized to 500x375"
+
+
 @pytest.fixture
 def run(script, shared_root, monkeypatch):
     """Return a function that runs the benchmark, in this process."""
