@@ -99,6 +99,15 @@ def test_normalise():
             np.testing.assert_allclose(got[i, c].numpy(), wanted, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_normalise_leaves_its_input_alone_and_keeps_its_layout(dtype):
+    x = pictures(20).to(dtype).contiguous(memory_format=torch.channels_last)
+    before = x.clone()
+    got = normalise(x, torch.tensor(MEAN), torch.tensor(STD))
+    assert x.equal(before)
+    assert got.is_contiguous(memory_format=torch.channels_last)
+
+
 def test_augmentation_is_crop_flip_normalise_cutout_in_this_order():
     x, mean, std = pictures(30), torch.tensor(MEAN), torch.tensor(STD)
     generator = random_generator(9)

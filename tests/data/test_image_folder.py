@@ -40,6 +40,7 @@ def test_an_epoch_by_hand(shared_root):
     for i, (x, y) in enumerate(batches):
         assert x.shape == (BATCH, 3, SIZE, SIZE)
         assert (x.dtype, y.dtype) == (torch.float32, torch.int64)
+        assert x.is_contiguous(memory_format=torch.channels_last)  # as convolutions want it: nothing is left to copy
         for k, index in enumerate(order[i * BATCH : (i + 1) * BATCH]):
             path, label = wanted[index]
             generator = random_generator(seed, epoch, AUGMENT, index)

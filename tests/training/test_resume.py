@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
-from digits_runs import CPU, METHODS, SHORT, equal, final_weights, last_checkpoint, numbers, recipe
+from digits_runs import CPU, METHODS, SHORT, final_weights, last_checkpoint, recipe
+from killed_runs import assert_same_run, finish, saved_at, start, wait_for
 
 from cases import same
 from sparsam.runs.checkpoint import load_checkpoint, save_checkpoint
@@ -32,13 +30,6 @@ def whole(tmp_path_factory):
         return RunDirectory(runs[method])
 
     return run
-
-
-def assert_same_run(one, other):
-    assert numbers(one.metrics()) == numbers(other.metrics())
-    states = [load_checkpoint(run.last, CPU) for run in (one, other)]
-    for key in ("model", "optimizer", "rng", "best", "mask_statistics"):
-        assert equal(states[0][key], states[1][key]), key
 
 
 # Where: after the last batch of epoch 2, whose metrics are yet to come; before batch 4 of epoch 2.
@@ -68,34 +59,9 @@ def test_dying_and_resuming_is_bit_exact(tmp_path, method, where, whole, monkeyp
     assert_same_run(whole(method), RunDirectory(tmp_path / "died"))
 
 
-def start(*arguments):
-    """Start `sparsam train` in a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "sparsam", "train", "--device", "cpu", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-
-
 def start_run(method, path, *settings):
     name, own = METHODS[method]
     return start(name, "--output", path, *(part for s in (*SHORT, *own, *settings) for part in ("--set", s)))
-
-
-def finish(process, code=0):
-    output = process.communicate(timeout=300)[0]
-    assert process.returncode == code, output
-    return output
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + 120
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        time.sleep(0.005)
 
 
 SWEEP = [pytest.param(m, marks=() if m == "ssam-c" else pytest.mark.slow) for m in METHODS]
@@ -106,14 +72,8 @@ def test_kill_9_in_mid_epoch_and_resume_is_bit_exact(tmp_path, method, whole):
     """In processes of their own: the run that is killed and the one that continues it."""
     run = RunDirectory(tmp_path / "killed")
 
-    def in_second_epoch():
-        if not run.last.exists():
-            return False
-        saved = load_checkpoint(run.last, CPU)
-        return saved["epoch"] == 1 and saved["batch"] >= 3
-
     killed = start_run(method, run.path, *EVERY_STEP)
-    wait_for(in_second_epoch)
+    wait_for(lambda: saved_at(run, epoch=1, batch=3))
     killed.kill()
     finish(killed, code=-signal.SIGKILL)
     assert not run.finished
