@@ -38,15 +38,30 @@ def test_a_name_that_is_none(name, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[t]\nrows = []", "t in .* must have rows, and may have a title and shows"),
-        ("[t]\nother = 1\nrows = [{ recipe = 'digits-sgd' }]", "must have rows, and may have"),
+        ("[t]\ntitle = 'x'", "t in .* must be a table with rows or rows_of"),
+        (
+            "[t]\nother = 1\nrows = [{ recipe = 'digits-sgd' }]",
+            "has an unknown key other; known: title, shows, rows, rows_of",
+        ),
         (
             "[t]\nshows = 'x'\nrows = [{ recipe = 'digits-sgd' }]",
             "shows of t in .* must be one of curves, .*but is 'x'",
         ),
-        ("[t]\nrows = [{ paper = 1.0 }]", "a row of t in .* has no recipe"),
-        ("[t]\nrows = [{ recipe = 'digits-sgd', papr = 1.0 }]", "has papr = 1.0; it may have recipe, set, paper"),
-        ("[t]\nrows = [{ recipe = 'digits-sgd', paper = '1' }]", "has paper = '1'; it may have"),
+        (
+            "[t]\nrows = [{ paper = 1.0 }]",
+            "a row of t in .* must have a recipe, but is",
+        ),
+        ("[t]\nrows = [{ recipe = 'digits-sgd', papr = 1.0 }]", "has an unknown key papr; known: recipe, set, paper"),
+        (
+            "[t]\nrows = [{ recipe = 'digits-sgd', paper = '1' }]",
+            "paper of a row of t in .* must be a number, but is '1'",
+        ),
+        ("[t]\nrows = ['digits-sgd']", "a row of t in .* must have a recipe, but is 'digits-sgd'"),
+        (
+            "[t]\nrows = [{ recipe = 'digits-sgd', set = [1] }]",
+            r"set of a row of t in .* must be a list of texts, but is \[1\]",
+        ),
+        ("[t]\nrows_of = ['t']", "rows_of of t in .* must name other tables of the file, but has 't'"),
         ("[t", "is not valid TOML"),
     ],
 )
@@ -81,6 +96,11 @@ def test_a_setting_without_a_meaning_is_refused(tmp_path):
     experiments = chosen(find_experiments(["table1"]), ["sgd"])
     with pytest.raises(RecipeError, match=r"mask\.sparsity has no meaning for any of the recipes"):
         plan_runs(experiments, 1, tmp_path, ["mask.sparsity=0.5"])
+
+
+def test_a_setting_that_rows_differ_in_is_refused(tmp_path):
+    with pytest.raises(RecipeError, match=r"mask\.sparsity is what rows differ in; choose rows with --only"):
+        plan_runs(find_experiments(["table1"]), 1, tmp_path, ["mask.sparsity=0.7"])
 
 
 def test_parts_have_all_runs_between_each_other(tmp_path):

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
+import re
 from statistics import fmean, stdev
 
 import pytest
 from commands import ROOT, invoke
+from digits_runs import numbers
+from killed_runs import start, wait_for
 
 from sparsam.reproduce.experiments import find_experiments
+from sparsam.runs.directory import RunDirectory
 
 OWN = """
 [table1]
@@ -29,7 +27,24 @@ rows = [
 [figure1]
 shows = "gradients"
 rows = [{ recipe = "digits-sam" }]
+
+[figure2]
+shows = "curves"
+rows = [{ recipe = "digits-sgd" }, { recipe = "digits-sam" }]
+
+[figure3]
+shows = "sparsity"
+rows_of = ["table1"]
+
+[figure4]
+shows = "landscape"
+rows = [{ recipe = "digits-sam" }]
+
+[figure5]
+shows = "hessian"
+rows = [{ recipe = "digits-sam" }]
 """
+NAMES = ("digits-sgd", "digits-ssam-f-samples16", "digits-sam")
 QUICK = ("--set", "train.deterministic=true", "--device", "cpu", "--rounds", 2)
 
 
@@ -43,7 +58,7 @@ def own(tmp_path_factory):
 @pytest.fixture(scope="module")
 def reproduced(own):
     output = own.parent / "runs"
-    done = invoke("reproduce", own, "--epochs", 2, "--seeds", 2, "--samples", 128, "-o", output, *QUICK)
+    done = invoke("reproduce", own, "--epochs", 2, "--seeds", 2, "--samples", 128, "--points", 3, "-o", output, *QUICK)
     return output, done.stdout
 
 
@@ -57,34 +72,45 @@ def summary(output, name, seed=0):
 
 def test_the_table_has_the_paper_ours_and_the_difference(reproduced):
     output, text = reproduced
-    assert "table1: Digits (scaled down: train.epochs=2)" in text
-    rows = list(csv.DictReader((output / "table1.csv").read_text().splitlines()))
-    assert [row["Method"] for row in rows] == ["SGD", "SSAM-F", "SAM"]
-    for row, name in zip(
-        rows, ("digits-sgd-epochs2", "digits-ssam-f-samples16-epochs2", "digits-sam-epochs2"), strict=True
-    ):
-        found = accuracy(output, name)
-        assert row["Ours, %"] == f"{fmean(found):.2f} ± {stdev(found):.2f}"
-        assert row["n"] == "2"
-        if name != "digits-sam-epochs2":
-            assert row["Difference"] == f"{fmean(found) - float(row['Paper, %']):+.2f}"
-        assert row["Time × SGD"] == f"{summary(output, name)['step_ratio']['median']:.2f}×"
-    assert (rows[2]["Paper, %"], rows[2]["Difference"]) == ("ours", "–")
-    assert [row["FLOPs (theory)"] for row in rows] == ["1.00×", "1.65×", "2.00×"]
-    seconds = fmean(
-        summary(output, "digits-ssam-f-samples16-epochs2", seed)["extra"]["Fisher information, s"] for seed in (0, 1)
-    )
-    assert (rows[1]["Fisher, paper"], rows[1]["Fisher, ours"]) == ("1.49 s", f"{seconds:.3g} s")
-    assert rows[0]["Fisher, ours"] == "–"
+    assert "table1: Digits (scaled down: train.epochs 2 instead of 15)" in text
+    rows = list(csv.DictReader((output / "table1-epochs2.csv").read_text().splitlines()))
+    assert [row["run"] for row in rows] == [f"{name}-epochs2" for name in NAMES]
+    for row, name, paper in zip(rows, NAMES, ("90", "95.5", ""), strict=True):
+        found, line = (
+            accuracy(output, f"{name}-epochs2"),
+            next(line for line in text.splitlines() if f" {name} " in line),
+        )
+        assert (row["row"], row["paper"], row["n"]) == (name, paper, "2")
+        assert float(row["ours"]) == pytest.approx(fmean(found), abs=1e-4)
+        assert float(row["deviation"]) == pytest.approx(stdev(found), abs=1e-4)
+        assert f" {fmean(found):.2f} ± {stdev(found):.2f} " in line
+        if paper:
+            assert float(row["difference"]) == pytest.approx(fmean(found) - float(paper), abs=1e-4)
+            assert f" {fmean(found) - float(paper):+.2f} " in line
+        ratio = summary(output, f"{name}-epochs2")["step_ratio"]["median"]
+        assert float(row["time_ratio"]) == pytest.approx(ratio, abs=1e-4)
+        assert f" {ratio:.2f}× " in line
+    assert [float(row["flops"]) for row in rows] == pytest.approx([1, 1.647, 2], abs=1e-3)
+    seconds = [summary(output, f"{NAMES[1]}-epochs2", seed)["extra"]["Fisher information, s"] for seed in (0, 1)]
+    assert seconds[0] == seconds[1] > 0
+    assert [row["fisher_seconds_paper"] for row in rows] == ["", "1.49", ""]
+    assert [row["fisher_seconds"] for row in rows] == ["", f"{seconds[0]:.6g}", ""]
+    assert "6 runs: 0 finished, 0 to go on with, 6 new" in text
 
 
 def test_it_is_written_as_markdown_and_on_the_page(reproduced):
     output, _ = reproduced
-    page = (output / "report.html").read_text()
-    for row in csv.reader((output / "table1.csv").read_text().splitlines()):
-        assert f"| {' | '.join(row)} |" in (output / "table1.md").read_text()
-        assert all(cell in page for cell in row)
-    assert "table1: Digits (scaled down: train.epochs=2)" in page
+    title = "table1: Digits (scaled down: train.epochs 2 instead of 15)"
+    text, page = (output / "table1-epochs2.md").read_text(), (output / "report.html").read_text()
+    assert text.startswith(title)
+    assert title in page
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| digits")
+    ]
+    assert [row[0] for row in rows] == ["digits-sgd", "digits-ssam-f-samples16", "digits-sam (ours)"]
+    for row in rows:
+        line = next(line for line in page.splitlines() if f"<span>{row[0].partition(' ')[0]}</span>" in line)
+        assert re.findall(r"<span>(.*?)</span>", line)[1:] == row[1:]
 
 
 def test_a_figure_is_measured_and_drawn(reproduced):
@@ -92,15 +118,20 @@ def test_a_figure_is_measured_and_drawn(reproduced):
     measured = json.loads((output / "digits-sam-epochs2-seed0" / "analysis" / "gradients.json").read_text())
     assert measured["samples"] == 128
     assert f"{100 * measured['below_zero']['']:.1f}" in text
-    assert (output / "figure1" / "gradients.png").is_file()
+    assert "figure1: figure1 (scaled down" in text
+    for picture in ("figure1/gradients.png", "figure3/sparsity.png", "figure4/landscape.html", "figure5/hessian.png"):
+        assert (output / picture).is_file()
+    assert "SAM" in (output / "figure2" / "resnet-small-on-digits.html").read_text()
+    assert json.loads((output / "digits-sam-epochs2-seed0" / "analysis" / "hessian.json").read_text())["samples"] == 128
 
 
 def test_again_trains_and_measures_nothing(own, reproduced):
     output, text = reproduced
     before = {file: file.stat().st_mtime_ns for file in output.rglob("*.json*")}
-    again = invoke("reproduce", own, "--epochs", 2, "--seeds", 2, "--samples", 128, "-o", output, *QUICK)
+    again = invoke("reproduce", own, "--epochs", 2, "--seeds", 2, "--samples", 128, "--points", 3, "-o", output, *QUICK)
     assert {file: file.stat().st_mtime_ns for file in output.rglob("*.json*")} == before
-    assert again.stdout == text
+    assert "6 runs: 6 finished, 0 to go on with, 0 new" in again.stdout
+    assert again.stdout.splitlines()[2:] == text.splitlines()[2:]
 
 
 def test_from_a_folder_shows_the_same_table_and_trains_nothing(own, reproduced):
@@ -109,7 +140,8 @@ def test_from_a_folder_shows_the_same_table_and_trains_nothing(own, reproduced):
     table = shown[shown.index("table1") : shown.index("figure1")].strip()
     assert table in text
     whole = invoke("reproduce", own, "--only", "sgd", "--from", output).stdout
-    assert "There are also runs of 2 epochs: --epochs shows them." in whole
+    assert "There are also runs of 2 epochs; --epochs 2 shows those." in whole
+    assert "There is no run of table1 in" in whole
 
 
 def test_a_page_of_all_tables(own, reproduced, tmp_path):
@@ -121,7 +153,7 @@ def test_a_page_of_all_tables(own, reproduced, tmp_path):
     assert "## Table 1: Digits" in text
     assert "**Scaled down to 2 epochs** of the paper's 15:" in text
     found = accuracy(output, "digits-sgd-epochs2")
-    assert f"| SGD | 90.00 | {fmean(found):.2f} ± {stdev(found):.2f} | 2 |" in text
+    assert f"| digits-sgd | 90.00 | {fmean(found):.2f} ± {stdev(found):.2f} | 2 |" in text
     assert text.endswith("A known difference.\n")
     assert "## Figure" not in text
 
@@ -137,12 +169,19 @@ def test_the_list_has_every_row():
 
 
 def test_a_dry_run_counts_steps_and_trains_nothing(own, reproduced, tmp_path):
-    text = invoke("reproduce", own, "--epochs", 2, "--dry-run", "-o", tmp_path / "x", "--device", "cpu").stdout
+    epochs = ("--epochs", 2, "--set", "data.batch_size=1")  # enough steps for the hours to be seen
+    text = invoke("reproduce", own, *epochs, "--dry-run", "-o", tmp_path / "x", "--device", "cpu").stdout
     assert not (tmp_path / "x").exists()
     lines = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip().startswith("digits")}
-    assert lines["digits-sam-epochs2-seed0"][0] == str(summary(reproduced[0], "digits-sam-epochs2")["steps"])
-    hours = [float(steps) * float(ms) / 3.6e6 for steps, ms, _ in lines.values()]
-    assert f"3 runs, {sum(hours):.1f} hours on cpu" in text
+    steps = 100 * summary(reproduced[0], "digits-sam-epochs2")["steps"]
+    assert lines["digits-sam-batch_size1-epochs2-seed0"][0] == f"{steps:,}"
+    for count, ms, hours in lines.values():
+        assert float(hours) == pytest.approx(float(count.replace(",", "")) * float(ms) / 3.6e6, abs=1e-3)
+    total = sum(float(hours) for _, _, hours in lines.values())
+    assert total > 0
+    assert float(re.search(r"3 runs, (\S+) hours on cpu, roughly", text).group(1)) == pytest.approx(total, abs=3e-3)
+    again = invoke("reproduce", own, "--epochs", 2, "--dry-run", "-o", reproduced[0], "--device", "cpu").stdout
+    assert "0 runs, 0.000 hours on cpu, roughly: by a step measured on random images; 3 more are finished" in again
 
 
 @pytest.mark.parametrize(
@@ -151,6 +190,15 @@ def test_a_dry_run_counts_steps_and_trains_nothing(own, reproduced, tmp_path):
         ((), "reproduce needs the name of a table or a figure, such as table1; --list shows them"),
         (("table1", "--from", "nowhere"), "--from must be a folder with runs, but nowhere is none"),
         (("table1", "--markdown", "x.md"), "--markdown goes with --from"),
+        (
+            ("table1", "--from", "results", "--epochs", 9, "--markdown", "x.md"),
+            "--markdown goes with --from, without --epochs",
+        ),
+        (
+            ("figure1", "--from", "results", "--markdown", "x.md"),
+            "--markdown writes tables, but only figures are named",
+        ),
+        (("table1", "--only", "sgd", "--part", "4/5"), "--part 4/5 has no run: there are 4 in all"),
         (("table1", "--part", "4/4"), "--part must be K/N with K from 0 to N - 1, such as 0/4, but is '4/4'"),
         (("table1", "--only", "sgd", "--address", "auto"), "--address goes with --engine ray"),
     ],
@@ -165,34 +213,51 @@ def test_no_resume_refuses_runs_that_are_there(own, reproduced):
     assert "--no-resume starts anew, but there are runs already, such as" in done.stderr
 
 
-def test_a_killed_command_goes_on_and_neither_loses_nor_repeats_an_epoch(own, tmp_path):
+def test_a_killed_command_goes_on_and_neither_loses_nor_repeats_an_epoch(tmp_path):
     """SIGKILL in mid-run, then the same command: all files are those of a run that was never stopped."""
-    arguments = ["reproduce", str(own), "--only", "digits-sam", "--epochs", "4", *map(str, QUICK), "--rounds", "0"]
-
-    def start(output: Path) -> subprocess.Popen:
-        command = [sys.executable, "-m", "sparsam", *arguments, "-o", str(output)]
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, **quiet)
-
-    killed, whole = start(tmp_path / "killed"), start(tmp_path / "whole")
-    metrics = tmp_path / "killed" / "digits-sam-epochs4-seed0" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (metrics.is_file() and metrics.read_text().count("\n") >= 2):
-        assert time.monotonic() < deadline
-        assert killed.poll() is None
-        time.sleep(0.01)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
+    name, epochs = "digits-sam-epochs6", ("--set", "train.epochs=6")
+    own = tmp_path / "own.toml"
+    own.write_text("[t]\nrows = [{ recipe = 'digits-sam' }]\n")
+    arguments = [own, "--epochs", 6, *QUICK[:4], "--rounds", 0, "-o", tmp_path]
+    killed = start(*arguments, command="reproduce")
+    metrics = tmp_path / f"{name}-seed0" / "metrics.jsonl"
+    wait_for(lambda: metrics.is_file() and metrics.read_text().count("\n") >= 2)
+    killed.kill()
+    killed.communicate()
     assert not (metrics.parent / "summary.json").exists()
-    assert start(tmp_path / "killed").wait() == 0
-    assert whole.wait() == 0
-    runs = [tmp_path / name / "digits-sam-epochs4-seed0" for name in ("killed", "whole")]
-    epochs = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in runs]
-    assert [m["epoch"] for m in epochs[0]] == [1, 2, 3, 4]
-    for one, other in zip(*epochs, strict=True):
-        assert {k: v for k, v in one.items() if k not in ("seconds", "elapsed", "step_ms")} == {
-            k: v for k, v in other.items() if k not in ("seconds", "elapsed", "step_ms")
-        }
+    invoke("reproduce", *arguments)
+    invoke("train", "digits-sam", *epochs, *QUICK[:4], "-o", tmp_path / "whole")
+    one, other = (RunDirectory(path).metrics() for path in (metrics.parent, tmp_path / "whole"))
+    assert numbers(one) == numbers(other)
+    assert [m["epoch"] for m in one] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_that_fails_does_not_stop_the_others(tmp_path):
+    file = tmp_path / "three.toml"
+    rows = ", ".join(f"{{ recipe = '{name}' }}" for name in ("digits-sgd", "cifar10-resnet18-sgd", "digits-sam"))
+    file.write_text(f"[three]\nrows = [{rows}]\n")
+    options = ("--epochs", 1, "--rounds", 0, "--set", "data.root=nowhere", "--device", "cpu", "-o", tmp_path / "runs")
+    done = invoke("reproduce", file, *options, code=1)
+    assert "1 of 3 runs failed; the same command goes on with them" in done.stderr
+    assert "cifar10-resnet18-sgd-epochs1, seed 0: " in done.stderr
+    for method in ("sgd", "sam"):
+        found = summary(tmp_path / "runs", f"digits-{method}-epochs1")["test_accuracy"]
+        assert f" {100 * found:.2f} " in done.stdout
+
+
+def test_a_folder_that_cannot_be_written_is_named(own):
+    done = invoke("reproduce", own, "--only", "digits-sgd", "--epochs", 1, *QUICK, "-o", "/dev/null/x", code=1)
+    assert "/dev/null/x" in done.stderr
+    assert "cannot be written" in done.stderr
+
+
+def test_runs_that_share_the_device_have_no_times_of_their_own(tmp_path):
+    own = tmp_path / "own.toml"
+    own.write_text("[t]\nrows = [{ recipe = 'digits-sgd' }, { recipe = 'digits-sam' }]\n")
+    arguments = ("--epochs", 1, "--rounds", 0, *QUICK[:4], "-o", tmp_path)
+    invoke("reproduce", own, *arguments, "--at-once", 2)
+    found = [summary(tmp_path, f"digits-{method}-epochs1") for method in ("sgd", "sam")]
+    assert [s["step_ms"] for s in found] == [None, None]
 
 
 def test_the_committed_page_is_that_of_the_committed_runs(tmp_path):

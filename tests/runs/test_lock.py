@@ -24,13 +24,15 @@ sys.stdin.read()
 
 def test_another_process_is_refused_until_the_first_is_gone(tmp_path):
     new_run(recipe(), tmp_path, device=CPU).directory.unlock()
-    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*.*") if file.is_file() and file.name != ".lock"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], **pipes) as other:
         assert other.stdout.readline() == "locked\n"
         with pytest.raises(RunError, match="is being trained by another process; wait for it or stop it"):
             old_run(tmp_path, device=CPU)
-        assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+        assert {
+            file: file.read_bytes() for file in tmp_path.rglob("*.*") if file.is_file() and file.name != ".lock"
+        } == before
         other.kill()
     old_run(tmp_path, device=CPU).run()
     assert RunDirectory(tmp_path).finished

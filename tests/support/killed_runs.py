@@ -12,10 +12,10 @@ from digits_runs import CPU, equal, numbers
 from sparsam.runs.checkpoint import load_checkpoint
 
 
-def start(*arguments, **environment):
-    """Start `sparsam train` in a process of its own."""
+def start(*arguments, command="train", **environment):
+    """Start a command of `sparsam` in a process of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "sparsam", "train", "--device", "cpu", *map(str, arguments)],
+        [sys.executable, "-m", "sparsam", command, "--device", "cpu", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -13,7 +13,7 @@ from cases import same
 from sparsam.runs.directory import RunDirectory
 from sparsam.training import Interrupted, RecipeError, Trainer
 from sparsam.training.comparison import compare_recipes
-from sparsam.training.launch import new_run
+from sparsam.training.launch import open_run
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +66,11 @@ def test_a_run_is_gone_before_the_next_is_made(tmp_path, monkeypatch):
 
     def making(*arguments, **options):
         alive.append(sum(run() is not None for run in made))
-        run = new_run(*arguments, **options)
+        run = open_run(*arguments, **options)
         made.append(weakref.ref(run))
         return run
 
-    monkeypatch.setattr("sparsam.training.turns.new_run", making)
+    monkeypatch.setattr("sparsam.training.turns.open_run", making)
     options = {"overrides": ["train.max_steps=1"], "device": CPU}
     compare_recipes(["digits-sgd"], seeds=3, output=tmp_path, **options)
     assert alive == [0, 0, 0]

@@ -76,6 +76,7 @@ def measure(
         "setup": f"{recipe.model.name} on {recipe.data.name}",
         "weights": "best" if best else "last",
         "epochs": len(RunDirectory(run).metrics()),
+        "samples_asked": samples,
     }
     with _progress(run.name) as progress:
         return loss_landscape(

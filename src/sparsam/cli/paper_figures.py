@@ -16,8 +16,16 @@ if TYPE_CHECKING:
     from sparsam.runs.run import Run
 
 
+FROM_METRICS = ("curves", "sparsity")  # figures that need no weights
+
+
 def draw_figure(
-    experiment: Experiment, results: Sequence[Result], output: Path, device: Any, samples: int, points: int
+    experiment: Experiment,
+    results: Sequence[Result],
+    output: Path,
+    device: Any = None,
+    samples: int = 10_000,
+    points: int = 50,
 ) -> None:
     """Measure what a figure needs of its runs, unless that was done before, and draw it into OUTPUT/NAME.
 
@@ -31,10 +39,12 @@ def draw_figure(
     """
     runs = [result.method.runs[0] for result in results if result.method]
     folder = output / experiment.name
-    if experiment.shows == "curves":
-        _curves(runs, folder)
-    elif experiment.shows == "sparsity":
+    if experiment.shows == "sparsity":
         _sparsity(results, folder)
+    elif not runs:
+        rich.print(f"{experiment.name}: there is no run to draw")
+    elif experiment.shows == "curves":
+        _curves(runs, folder)
     elif experiment.shows == "gradients":
         _gradients(runs, folder, device, samples)
     elif experiment.shows == "hessian":
@@ -54,13 +64,13 @@ def _curves(runs: Sequence[Run], folder: Path) -> None:
 
 def _sparsity(results: Sequence[Result], folder: Path) -> None:
     from sparsam.report.sparsity_figure import Point, draw_sparsity
-    from sparsam.reproduce.table import DATA, NETWORKS
 
     panels: dict[str, list[Point]] = {}
     for result in results:
-        recipe = result.recipe
-        title = " on ".join((NETWORKS[recipe.model.name], DATA[recipe.data.name]))
-        accuracy = result.method.accuracy if result.method else None
+        recipe, accuracy = result.recipe, result.method.accuracy if result.method else None
+        title = f"{recipe.model.name} on {recipe.data.name}"
+        if title == "resnet50 on imagefolder":
+            title = "resnet50 on ImageNet-1K"
         panels.setdefault(title, []).append(Point(recipe.method, recipe.mask.sparsity, result.row.paper, accuracy))
     rich.print(f"Figures: {', '.join(map(str, draw_sparsity(panels, folder / 'sparsity')))}")
 
@@ -69,14 +79,14 @@ def _gradients(runs: Sequence[Run], folder: Path, device: Any, samples: int) -> 
     from sparsam.cli import gradients
 
     size = min(128, samples)
+    batches = max(1, min(8, samples // size))
 
     def measure(run: Run) -> dict[str, Any]:
-        batches = max(1, min(8, samples // size))
         return gradients.measure(
             run.directory, rho=run.rho or 0.1, batch_size=size, batches=batches, best=False, device=device
         )
 
-    found = [_once(run, "gradients", measure) for run in runs]
+    found = [_once(run, "gradients", batches * size, measure) for run in runs]
     gradients.show([run.directory for run in runs], found, folder)
 
 
@@ -88,35 +98,43 @@ def _hessian(runs: Sequence[Run], folder: Path, device: Any, samples: int) -> No
     def measure(run: Run) -> dict[str, Any]:
         return hessian.measure(run.directory, samples=samples, seed=0, best=False, device=device, **settings)
 
-    found = [_once(run, "hessian", measure) for run in runs]
+    found = [_once(run, "hessian", samples, measure) for run in runs]
     hessian.show([run.directory for run in runs], found, folder)
 
 
 def _landscape(runs: Sequence[Run], folder: Path, device: Any, samples: int, points: int) -> None:
     from sparsam.cli import landscape
 
-    settings: dict[str, Any] = {"dimensions": 2, "range": 1.0, "directions": "random", "checkpoints": (), "seed": 0}
-    precision = "bf16" if device.type == "cuda" else "fp32"
-    found = [
-        landscape.measure(
-            run.directory,
-            points=points,
-            precision=precision,
-            samples=samples,
-            best=False,
-            overwrite=False,
-            device=device,
-            **settings,
+    asked: dict[str, Any] = {"points": points, "seed": 0, "precision": "bf16" if device.type == "cuda" else "fp32"}
+    found = []
+    for run in runs:
+        file = result_file(run.directory, "landscape.npz")
+        known = landscape.load(run.directory, 2) if file.is_file() else None
+        earlier = {} if known is None else {**known.settings, **known.about}
+        other = known is not None and any(
+            earlier.get(key) != value for key, value in {**asked, "samples_asked": samples}.items()
         )
-        for run in runs
-    ]
+        found.append(
+            landscape.measure(
+                run.directory,
+                dimensions=2,
+                range=1.0,
+                directions="random",
+                checkpoints=(),
+                samples=samples,
+                best=False,
+                overwrite=other,
+                device=device,
+                **asked,
+            )
+        )
     landscape.show([run.directory for run in runs], found, folder)
 
 
-def _once(run: Run, name: str, measure: Callable[[Run], dict[str, Any]]) -> dict[str, Any]:
-    """Return an earlier result of a run, or a new one."""
+def _once(run: Run, name: str, samples: int, measure: Callable[[Run], dict[str, Any]]) -> dict[str, Any]:
+    """Return an earlier result of a run over as many images, or a new one."""
     if result_file(run.directory, f"{name}.json").is_file():
         known = read_result(run.directory, name)
-        if not outdated(run.directory, known):
+        if known.get("samples_asked") == samples and not outdated(run.directory, known):
             return known
     return measure(run)

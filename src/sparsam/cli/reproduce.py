@@ -13,13 +13,14 @@ import typer
 from sparsam.cli.analysis import Device, find_device
 from sparsam.cli.options import Set, overrides
 from sparsam.cli.table import show_table
-from sparsam.errors import UserValueError
+from sparsam.errors import UserRuntimeError, UserValueError
 
 if TYPE_CHECKING:
     from sparsam.reproduce.experiments import Experiment
     from sparsam.runs.run import Run
     from sparsam.training.turns import PlannedRun
 
+LENGTHS = ("train.epochs", "train.max_steps", "data.limit")  # settings that make a run smaller
 TIMED_AT_ONCE = 4  # methods whose steps are timed in turn; each has a network of its own in memory
 
 
@@ -89,78 +90,109 @@ def reproduce(
     ```
     """
     from sparsam.reproduce.experiments import chosen, find_experiments
+    from sparsam.reproduce.plan import part_of, plan_runs
+    from sparsam.runs.directory import RunDirectory
 
     if not names and not list_rows:
         raise UserValueError("reproduce needs the name of a table or a figure, such as table1; --list shows them")
     experiments = chosen(find_experiments(names or ["all"]), only or [])
     changes = overrides(settings, train__epochs=epochs)
-    if markdown is not None and source is None:
-        raise UserValueError("--markdown goes with --from; other results are written as Markdown in --output")
+    if address is not None and engine is not Engine.ray:
+        raise UserValueError("--address goes with --engine ray")
+    if markdown is not None and (source is None or changes):
+        raise UserValueError(
+            "--markdown goes with --from, without --epochs and --set: the page has the runs of all numbers of epochs"
+        )
     if list_rows:
-        _list(experiments, changes)
-    elif source is not None:
-        _show_folder(experiments, source, changes, markdown)
-    else:
-        planned = _plan(experiments, seeds, output, changes, part)
-        if dry_run:
-            _estimate(planned, device)
-            return
-        _check(planned, at_once, resume=resume)
-        place = find_device(device)
-        _train(planned, engine, place, at_once, address, retries)
-        if part is not None:
-            rich.print("This part is trained. When all parts are, the same command without --part shows the tables.")
-            return
-        _measure(experiments, planned, changes, place, rounds)
-        _show(experiments, planned, changes, output, place, samples, points)
-
-
-def _plan(
-    experiments: Sequence[Experiment], seeds: int, output: Path, changes: list[str], part: str | None
-) -> list[PlannedRun]:
-    from sparsam.reproduce.plan import part_of, plan_runs
-
-    return part_of(plan_runs(experiments, seeds, output, changes), part)
+        _list(experiments)
+        return
+    if source is not None:
+        if markdown is not None:
+            _write_page(experiments, names or [], source, markdown)
+        else:
+            _show_folder(experiments, source, changes, output)
+        return
+    planned = part_of(plan_runs(experiments, seeds, output, changes), part)
+    if dry_run:
+        _estimate(planned, device)
+        return
+    _check(planned, at_once, resume=resume)
+    failed = _train(planned, engine, device, at_once, address, retries)
+    if part is None:
+        finished = [run for run in planned if RunDirectory(run.path).finished]
+        place = find_device(None if engine is Engine.ray else device)
+        _measure(experiments, finished, changes, place, rounds)
+        _show(experiments, finished, changes, output, place, samples, points)
+    elif not failed:
+        rich.print(f"Part {part} is trained. When all parts are, the same command without --part shows the tables.")
+    if failed:
+        raise UserRuntimeError(
+            f"{len(failed)} of {len(planned)} runs failed; the same command goes on with them\n" + "\n".join(failed)
+        )
 
 
 def _check(planned: Sequence[PlannedRun], at_once: int, *, resume: bool) -> None:
+    """Refuse what cannot be trained; say what there is to do."""
     from sparsam.runs.directory import RunDirectory
     from sparsam.training.turns import check_planned
 
     check_planned(planned, at_once)
-    existing = [str(run.path) for run in planned if RunDirectory(run.path).exists]
+    existing = [run.path for run in planned if RunDirectory(run.path).exists]
+    finished = sum(RunDirectory(path).finished for path in existing)
     if existing and not resume:
         raise UserValueError(
             f"--no-resume starts anew, but there are runs already, such as {existing[0]}; choose another --output"
         )
+    stopped = len(existing) - finished
+    rich.print(f"{len(planned)} runs: {finished} finished, {stopped} to go on with, {len(planned) - len(existing)} new")
 
 
 def _train(
-    planned: Sequence[PlannedRun], engine: Engine, device: Any, at_once: int, address: str | None, retries: int
-) -> None:
+    planned: Sequence[PlannedRun],
+    engine: Engine,
+    device: str | None,
+    at_once: int,
+    address: str | None,
+    retries: int,
+) -> list[str]:
+    """Train; return which runs failed, and why."""
     from sparsam.reproduce.ray_engine import train_with_ray
+    from sparsam.training.interrupt import Interrupted
     from sparsam.training.progress import LogProgress, suitable_progress
     from sparsam.training.turns import train_runs
 
     if engine is Engine.ray:
-        train_with_ray(planned, device=device, at_once=at_once, address=address, retries=retries)
-        return
-    if address is not None:
-        raise UserValueError("--address goes with --engine ray")
+        return train_with_ray(planned, device=device, at_once=at_once, address=address, retries=retries)
     progress = LogProgress if at_once > 1 else suitable_progress
-    train_runs(planned, device=device, at_once=at_once, progress=lambda: progress(epochs=False))
+    try:
+        return train_runs(
+            planned,
+            device=find_device(device),
+            at_once=at_once,
+            keep_going=True,
+            progress=lambda: progress(epochs=False),
+        )
+    except Interrupted:
+        raise Interrupted("stopped, and saved; the same command goes on from here") from None
 
 
 def _measure(
     experiments: Sequence[Experiment], planned: Sequence[PlannedRun], changes: list[str], device: Any, rounds: int
 ) -> None:
-    """Measure the times that the tables have."""
+    """Measure the times that the tables have, where the runs were trained on such a device."""
     from sparsam.reproduce.fisher_time import add_fisher_times
+    from sparsam.runs.directory import RunDirectory
+    from sparsam.training.environment import device_name
     from sparsam.training.turns import time_steps
 
+    here = device_name(device)
+    elsewhere = {run.path: RunDirectory(run.path).read("environment.json").values["device"] for run in planned}
+    if others := sorted({name for name in elsewhere.values() if name != here}):
+        rich.print(f"No times were measured of runs that were trained on {', '.join(others)}: this is {here}.")
+    planned = [run for run in planned if elsewhere[run.path] == here]
     rows = [row for experiment in experiments for row in experiment.rows if row.seconds is not None]
     timed = {row.recipe(changes).name for row in rows}
-    add_fisher_times([run.path for run in planned if run.recipe.name in timed], device)
+    add_fisher_times([run for run in planned if run.recipe.name in timed], device)
     if rounds:
         by_name: dict[str, list[PlannedRun]] = {}
         for run in planned:
@@ -173,7 +205,7 @@ def _measure(
 
 def _show(
     experiments: Sequence[Experiment],
-    planned: Sequence[PlannedRun],
+    finished: Sequence[PlannedRun],
     changes: list[str],
     output: Path,
     device: Any,
@@ -183,58 +215,84 @@ def _show(
     """Print the tables, draw the figures, and write both."""
     from sparsam.cli.paper_figures import draw_figure
     from sparsam.report import write_report
-    from sparsam.report.text import comma_separated, markdown
+    from sparsam.report.text import markdown
     from sparsam.reproduce.comparison import compare
-    from sparsam.reproduce.table import paper_table
+    from sparsam.reproduce.table import comma_separated, paper_table
     from sparsam.runs.files import replace_file
     from sparsam.runs.run import read_run
 
-    runs = [read_run(run.path) for run in planned]
+    runs = [read_run(run.path) for run in finished]
     tables = {}
     for experiment in experiments:
         results = compare(experiment, runs, changes)
-        title = heading(experiment, changes)
-        tables[title] = table = paper_table(results)
-        _print_table(title, table)
-        if experiment.shows is not None:
+        title, name = heading(experiment, changes), experiment.name + experiment.rows[0].suffix(changes)
+        table = paper_table(results)
+        replace_file(output / f"{name}.md", f"{title}\n\n{markdown(table)}\n")
+        replace_file(output / f"{name}.csv", comma_separated(results))
+        if experiment.shows is None:
+            tables[title] = table
+            _print_table(title, table)
+        else:
+            rich.print(f"\n[bold]{title}[/bold]")
             draw_figure(experiment, results, output, device, samples, points)
-        replace_file(output / f"{experiment.name}.md", f"{title}\n\n{markdown(table)}\n")
-        replace_file(output / f"{experiment.name}.csv", comma_separated(table))
-    page = write_report([run.path for run in planned], output / "report.html", tables=tables)
-    rich.print(f"Tables as Markdown and CSV, and the page: {page}")
+    if runs:
+        page = write_report([run.path for run in finished], output / "report.html", tables=tables)
+        rich.print(f"Tables as Markdown and CSV beside the page: {page}")
 
 
-def _show_folder(experiments: Sequence[Experiment], folder: Path, changes: list[str], markdown: Path | None) -> None:
-    """Print the tables from the runs in a folder."""
-    from sparsam.reproduce.comparison import compare, find_runs, other_epochs
-    from sparsam.reproduce.document import results_page
-    from sparsam.reproduce.table import paper_table
-    from sparsam.runs.files import replace_file
+def _runs_in(folder: Path) -> list[Run]:
+    from sparsam.reproduce.comparison import find_runs
 
     if not folder.is_dir():
         raise UserValueError(f"--from must be a folder with runs, but {folder} is none")
-    runs: list[Run] = find_runs(folder)
-    if markdown is not None:
-        replace_file(markdown, results_page(experiments, runs, folder, markdown))
-        rich.print(f"The tables: {markdown}")
-        return
+    return find_runs(folder)
+
+
+def _write_page(experiments: Sequence[Experiment], names: Sequence[str], folder: Path, file: Path) -> None:
+    """Write the tables from the runs in a folder to one page."""
+    from sparsam.reproduce.document import results_page
+    from sparsam.runs.files import replace_file
+
+    tables = [experiment for experiment in experiments if experiment.shows is None]
+    if not tables:
+        raise UserValueError("--markdown writes tables, but only figures are named")
+    replace_file(file, results_page(tables, _runs_in(folder), names=names, folder=folder, file=file))
+    rich.print(f"The tables: {file}")
+
+
+def _show_folder(experiments: Sequence[Experiment], folder: Path, changes: list[str], output: Path) -> None:
+    """Print the tables from the runs in a folder, and draw the figures that need nothing else."""
+    from sparsam.cli.paper_figures import FROM_METRICS, draw_figure
+    from sparsam.reproduce.comparison import compare, other_epochs
+    from sparsam.reproduce.table import paper_table
+
+    runs = _runs_in(folder)
     for experiment in experiments:
-        _print_table(heading(experiment, changes), paper_table(compare(experiment, runs, changes)))
-        others = [] if changes else list(other_epochs(experiment, runs))
+        results = compare(experiment, runs, changes)
+        _print_table(heading(experiment, changes), paper_table(results))
+        if not any(result.method for result in results):
+            rich.print(f"There is no run of {experiment.name} in {folder}.")
+        elif experiment.shows in FROM_METRICS:
+            draw_figure(experiment, results, output)
+        others = [] if changes else sorted(other_epochs(experiment, runs))
         if others:
-            rich.print(f"[dim]There are also runs of {', '.join(map(str, others))} epochs: --epochs shows them.[/dim]")
+            epochs = " and ".join(map(str, others))
+            rich.print(f"There are also runs of {epochs} epochs; --epochs {others[-1]} shows those.")
 
 
 def heading(experiment: Experiment, changes: Sequence[str]) -> str:
-    """Return the title of a table; a scaled-down one says so."""
-    label = f" (scaled down: {', '.join(changes)})" if (changes := _significant(changes)) else ""
+    """Return the title of a table. It says what is not as in the paper."""
+    from sparsam.runs.same import different_settings
+
+    found: dict[str, str] = {}
+    smaller = False
+    for row in experiment.rows:
+        changed = different_settings(row.recipe().to_dict(), row.recipe(changes).to_dict())
+        for key, (old, new) in changed.items():
+            found[key] = f"{key} {new}" + ("" if old is None else f" instead of {old}")
+            smaller |= key in LENGTHS and (old is None or new < old)
+    label = f" ({'scaled down' if smaller else 'changed'}: {', '.join(found.values())})" if found else ""
     return f"{experiment.name}: {experiment.title}{label}"
-
-
-def _significant(changes: Sequence[str]) -> list[str]:
-    from sparsam.runs.same import INCIDENTAL
-
-    return [change for change in changes if change.partition("=")[0] not in INCIDENTAL]
 
 
 def _print_table(title: str, table: Any) -> None:
@@ -243,34 +301,39 @@ def _print_table(title: str, table: Any) -> None:
     show_table(table, console)
 
 
-def _list(experiments: Sequence[Experiment], changes: list[str]) -> None:
+def _list(experiments: Sequence[Experiment]) -> None:
     from sparsam.report.table import NONE, Cell, Table
 
     for experiment in experiments:
         rows = tuple(
             (
-                Cell(row.recipe(changes).name),
-                Cell("ours" if row.paper is None else f"{row.paper:.2f}"),
+                Cell(row.name, ", ".join(row.defaults)),
+                Cell(NONE if row.paper is None else f"{row.paper:.2f}"),
                 Cell(NONE if row.flops is None else f"{row.flops:.2f}×"),
                 Cell(NONE if row.seconds is None else f"{row.seconds:g} s"),
             )
             for row in experiment.rows
         )
         columns = ("Row", "Paper, %", "FLOPs (theory)", "Fisher, paper")
-        _print_table(heading(experiment, changes), Table(columns, rows))
+        _print_table(heading(experiment, []), Table(columns, rows))
 
 
 def _estimate(planned: Sequence[PlannedRun], device: str | None) -> None:
     from sparsam.report.table import Cell, Table
     from sparsam.reproduce.cost import estimate
+    from sparsam.runs.directory import RunDirectory
 
     place = find_device(device)
+    waiting = [run for run in planned if not RunDirectory(run.path).finished]
     with rich.get_console().status("measuring a step of each network"):
-        found = estimate(planned, place)
+        found = estimate(waiting, place)
     rows = tuple(
-        (Cell(e.run.path.name), Cell(f"{e.steps:,}"), Cell(f"{1000 * e.seconds:.3g}"), Cell(f"{e.hours:.2f}"))
+        (Cell(e.run.path.name), Cell(f"{e.steps:,}"), Cell(f"{1000 * e.seconds:,.2f}"), Cell(f"{e.hours:,.3f}"))
         for e in found
     )
-    _print_table("Runs", Table(("Run", "Steps", "ms a step", "Hours"), rows))
+    if rows:
+        _print_table("Runs", Table(("Run", "Steps", "ms a step", "Hours"), rows))
     unit = "GPU-hours" if place.type == "cuda" else f"hours on {place}"
-    rich.print(f"{len(found)} runs, {sum(e.hours for e in found):.1f} {unit}, by a step measured on random images")
+    hours, finished = sum(e.hours for e in found), len(planned) - len(waiting)
+    done = f"; {finished} more are finished" if finished else ""
+    rich.print(f"{len(found)} runs, {hours:,.3f} {unit}, roughly: by a step measured on random images{done}")

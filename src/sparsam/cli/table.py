@@ -30,8 +30,10 @@ def show_table(table: Table, console: Console) -> None:
     notes = console.width >= NOTES
     tight = sum(max(_width(table, i), len(table.columns[i])) + 3 for i in columns) > console.width
     for i in columns:  # where not all fits in one line, headings are broken, numbers are not
-        width = _width(table, i) if tight else None
-        shown.add_column(table.columns[i], justify="left" if i == 0 else "right", width=width)
+        width = _width(table, i) if tight and i else None
+        shown.add_column(
+            table.columns[i], justify="right" if i else "left", width=width, min_width=width, overflow="fold"
+        )
     for row in table.rows:
         cells = [row[i] for i in columns]
         shown.add_row(*(f"{c.text}\n[dim]{c.note}[/dim]" if notes and c.note else c.text for c in cells))

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from statistics import fmean, median, stdev
 
 from sparsam.runs.run import Run
-from sparsam.runs.same import completed
+from sparsam.runs.same import different_settings
 from sparsam.runs.step_time import StepRatio
-from sparsam.settings import differences
 
-# Settings in which the seeds of one method may differ.
-INCIDENTAL = {"train.seed", "mask.seed", "mask.inner.seed", "data.root", "data.workers", "train.checkpoint_epochs"}
+# Settings in which the seeds of one method may differ without a note.
+NOT_NOTED = {"train.seed", "mask.seed", "mask.inner.seed", "data.root", "data.workers", "train.checkpoint_epochs"}
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ class Method:
             reached = max(run.metrics[-1].epoch if run.metrics else 0 for run in unfinished)
             planned = [run.planned_epochs for run in unfinished if run.planned_epochs is not None]
             notes.append(f"unfinished: epoch {reached}" + (f" of {max(planned)}" if planned else ""))
-        keys = [key for key in differences(*(completed(run.recipe) for run in self.runs)) if key not in INCIDENTAL]
+        keys = different_settings(*(run.recipe for run in self.runs), ignored=NOT_NOTED)
         if keys:
             notes.append(f"recipes differ in {', '.join(keys)}")
         seeds = Counter(run.seed for run in self.counted)

@@ -75,15 +75,15 @@ def _row(method: Method, methods: Sequence[Method], further: Sequence[str]) -> t
     return (
         Cell(method.label, "; ".join(_notes(method, methods))),
         Cell(str(len(method.counted))),
-        Cell(_spread(accuracy, 100, ".2f"), _best(method)),
+        Cell(spread(accuracy, 100, ".2f"), _best(method)),
         Cell(_scaled(method.perturbed, 100, ".1f")),
-        Cell(_times(method.theoretical_flops.mean if method.theoretical_flops else None)),
+        Cell(times(method.theoretical_flops.mean if method.theoretical_flops else None)),
         _step_cell(method),
         Cell(_scaled(memory, 1, ",.0f")),
         Cell(duration(seconds.mean) if seconds else NONE),
         Cell(_values(method.weight_decay)),
         Cell(_values(method.rho), ", ".join(method.other_radii)),
-        *(Cell(_spread(method.extra.get(label), 1, ".3g", ".2g")) for label in further),
+        *(Cell(spread(method.extra.get(label), 1, ".3g", ".2g")) for label in further),
     )
 
 
@@ -91,8 +91,8 @@ def _step_cell(method: Method) -> Cell:
     """Say what a step takes: in turn with the base optimizer's, with half of the quartiles' range, or in the run."""
     ratio, step = method.step_ratio, method.step_ms
     if ratio is None:
-        return Cell(_times(method.relative_step), _milliseconds(step) if step else "")
-    return Cell(f"{_times(ratio.median)} ± {(ratio.high - ratio.low) / 2:.2f}", f"median of {ratio.rounds} rounds")
+        return Cell(times(method.relative_step), _milliseconds(step) if step else "")
+    return Cell(f"{times(ratio.median)} ± {(ratio.high - ratio.low) / 2:.2f}", f"median of {ratio.rounds} rounds")
 
 
 def _notes(method: Method, methods: Sequence[Method]) -> list[str]:
@@ -112,7 +112,8 @@ def _best(method: Method) -> str:
     return f"best {100 * best.mean:.2f}{epoch}"
 
 
-def _spread(statistic: Statistic | None, scale: float, form: str, spread_form: str = "") -> str:
+def spread(statistic: Statistic | None, scale: float, form: str, spread_form: str = "") -> str:
+    """Return a mean and, where there are several values, their standard deviation."""
     text = _scaled(statistic, scale, form)
     if statistic is None or statistic.deviation is None:
         return text
@@ -123,7 +124,8 @@ def _scaled(statistic: Statistic | None, scale: float, form: str) -> str:
     return f"{scale * statistic.mean:{form}}" if statistic else NONE
 
 
-def _times(ratio: float | None) -> str:
+def times(ratio: float | None) -> str:
+    """Return a ratio as people write it."""
     return NONE if ratio is None else f"{ratio:.2f}×"
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sparsam.report.collect import group_runs
-from sparsam.report.method import Method
+from sparsam.report.method import Method, Statistic
 from sparsam.reproduce.experiments import Experiment, Row
 from sparsam.runs.recipe import Recipe
 from sparsam.runs.run import Run, read_run
@@ -26,10 +26,31 @@ class Result:
     """The finished runs; None: there is none."""
 
     @property
+    def accuracy(self) -> Statistic | None:
+        """Our accuracy, as a fraction."""
+        return self.method.accuracy if self.method else None
+
+    @property
     def difference(self) -> float | None:
         """Our accuracy minus the paper's, in percent."""
-        accuracy = self.method.accuracy if self.method else None
-        return None if accuracy is None or self.row.paper is None else 100 * accuracy.mean - self.row.paper
+        return None if self.accuracy is None or self.row.paper is None else 100 * self.accuracy.mean - self.row.paper
+
+    @property
+    def flops(self) -> float | None:
+        """The theoretical cost relative to SGD: of our runs, else the paper's."""
+        found = self.method.theoretical_flops if self.method else None
+        return found.mean if found else self.row.flops
+
+    @property
+    def time(self) -> float | None:
+        """What a step takes in steps of SGD, where the two were timed in turn."""
+        ratio = self.method.step_ratio if self.method else None
+        return ratio.median if ratio else None
+
+    def further(self, label: str) -> float | None:
+        """Return a further number of our runs."""
+        found = self.method.extra.get(label) if self.method else None
+        return found.mean if found else None
 
 
 def find_runs(folder: Path) -> list[Run]:
@@ -43,18 +64,17 @@ def compare(experiment: Experiment, runs: Sequence[Run], overrides: Iterable[str
 
     Args:
         experiment: A table or a figure.
-        runs: Finished runs of any kind.
+        runs: Finished runs of any kind. The first of each seed counts.
         overrides: `key=value` of a scaled-down reproduction.
     """
     overrides = list(overrides)
     wanted = [(row, row.recipe(overrides)) for row in experiment.rows]
-    found = [
-        replace(run, name=recipe.name)
-        for recipe in {recipe.name: recipe for _, recipe in wanted}.values()
-        for run in runs
-        if not different_settings(recipe.to_dict(), run.recipe)
-    ]
-    methods = {method.name: method for method in group_runs(found)}
+    found: dict[tuple[str, int], Run] = {}  # a seed counts once
+    for recipe in {recipe.name: recipe for _, recipe in wanted}.values():
+        for run in runs:
+            if not different_settings(recipe.to_dict(), run.recipe):
+                found.setdefault((recipe.name, run.seed), replace(run, name=recipe.name))
+    methods = {method.name: method for method in group_runs(found.values())}
     return [Result(row, recipe, methods.get(recipe.name)) for row, recipe in wanted]
 
 

@@ -16,7 +16,7 @@ from sparsam.runs.recipe import Recipe
 from sparsam.schedules import EveryStep
 from sparsam.training.build import build_ascent, build_base, build_sam
 from sparsam.training.step import TrainingStep, is_captured
-from sparsam.training.trainer import total_steps
+from sparsam.training.trainer import prepare_torch, total_steps
 from sparsam.training.turns import PlannedRun
 
 WARM_UP, STEPS = 5, 10
@@ -75,6 +75,7 @@ def step_seconds(recipe: Recipe, device: torch.device) -> float:
     """Return the seconds of a step on random images: of SAM if the recipe has it, else of the base optimizer."""
     images, batch = IMAGES[recipe.data.name], recipe.data.batch_size
     used = min(batch, CPU_IMAGES) if device.type == "cpu" else batch
+    prepare_torch(recipe, device)
     plain = replace(recipe, mask=MaskConfig())  # so that nothing asks for data
     model = build_network(plain, images.classes, images.channels, device).train()
     captured = is_captured(plain, device)

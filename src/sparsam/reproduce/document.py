@@ -15,27 +15,32 @@ SHORTEST = 0.1  # of the paper's epochs; shorter runs were made to time steps
 
 HEAD = """# The paper's tables, and ours
 
-`sparsam reproduce all --from {folder} --markdown {file}` writes this page from the runs in `{folder}`.
+`sparsam reproduce {names} --from {folder} --markdown {file}` writes this page from the runs in `{folder}`. There are
+runs of {found} of {total} rows.
 
 Mi et al., "Make Sharpness-Aware Minimization Stronger: A Sparsified Perturbation Approach", NeurIPS 2022. The paper has
 the highest accuracy of all epochs on the test images; ours is that of the last epoch, as mean ± sample standard
-deviation over n seeds. FLOPs are the paper's theoretical figure, time is measured. Rows marked "ours" are not in the
-paper.
+deviation over n seeds. FLOPs are theoretical, by the paper's formula. Time is measured. Rows marked "ours" are not in
+the paper.
 """
 
 
-def results_page(experiments: Sequence[Experiment], runs: Sequence[Run], folder: Path, file: Path) -> str:
+def results_page(
+    tables: Sequence[Experiment], runs: Sequence[Run], *, names: Sequence[str], folder: Path, file: Path
+) -> str:
     """Return the page.
 
     Args:
-        experiments: Tables; figures are left out.
+        tables: What to show.
         runs: Finished runs of any kind.
-        folder: Where they are; notes/NAME.md in it is printed under the table NAME.
+        names: What the tables were asked for by.
+        folder: Where the runs are; notes/NAME.md in it is printed under the table NAME.
         file: The name of the page.
     """
-    tables = [experiment for experiment in experiments if experiment.shows is None]
-    sections = [HEAD.format(folder=folder, file=file), *(_section(table, runs, folder) for table in tables)]
-    return "\n".join(sections)
+    results = {result.recipe.name: result for table in tables for result in compare(table, runs)}
+    found = sum(result.method is not None for result in results.values())
+    head = HEAD.format(names=" ".join(names), folder=folder, file=file, found=found, total=len(results))
+    return "\n".join([head, *(_section(table, runs, folder) for table in tables)])
 
 
 def _section(experiment: Experiment, runs: Sequence[Run], folder: Path) -> str:

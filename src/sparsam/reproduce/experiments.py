@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,11 @@ from sparsam.runs.schema import RecipeError
 PAPER = Path(__file__).with_name("paper.toml")
 ALL = ("tables", "figures", "all")
 FIGURES = ("curves", "sparsity", "gradients", "landscape", "hessian")
-ROW = {"recipe": str, "set": list, "paper": float, "flops": float, "seconds": float}
+NUMBER = (int, float)
+TABLE = {"title": str, "shows": str, "rows": list, "rows_of": list}
+ROW = {"recipe": str, "set": list, "paper": NUMBER, "flops": NUMBER, "seconds": NUMBER}
+TEXTS = ("set", "rows_of")
+WORDS = {str: "a text", list: "a list", NUMBER: "a number"}
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,20 @@ class Row:
         """The recipe's name, and what differs from it."""
         return self.recipe().name
 
+    def suffix(self, overrides: Iterable[str]) -> str:
+        """Return what overrides add to the name.
+
+        >>> Row("digits-sam").suffix(["train.epochs=2"])
+        '-epochs2'
+        """
+        return self.recipe(overrides).name.removeprefix(self.name)
+
+    @property
+    def defaults(self) -> list[str]:
+        """The overrides that are the recipe's own values, so that the name does not show them."""
+        changed = different_settings(_plain(self.source).to_dict(), self.recipe().to_dict())
+        return [text for text in self.overrides if text.partition("=")[0] not in changed]
+
     def recipe(self, overrides: Iterable[str] = ()) -> Recipe:
         """Return the recipe. Its name says in what it differs from the one that it is made from.
 
@@ -52,7 +71,7 @@ class Row:
         >>> Row("cifar10-resnet18-ssam-f", ("mask.sparsity=0.9", "mask.samples=128")).recipe(["train.epochs=30"]).name
         'cifar10-resnet18-ssam-f-sparsity0.9-epochs30'
         """
-        plain = load_recipe(self.source)
+        plain = _plain(self.source)
         recipe = load_recipe(self.source, [*self.overrides, *self.relevant(overrides)])
         changed = different_settings(plain.to_dict(), recipe.to_dict())
         return replace(recipe, name="-".join([plain.name, *(_tag(key, new) for key, (_, new) in changed.items())]))
@@ -104,37 +123,49 @@ def read_experiments(path: Path) -> dict[str, Experiment]:
         raise RecipeError(f"there is no file {path}") from error
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(f"{path} is not valid TOML: {error}") from error
-    return {name: _experiment(path, name, values) for name, values in content.items()}
+    return {name: _experiment(path, name, content) for name in content}
 
 
-def _experiment(path: Path, name: str, values: Any) -> Experiment:
-    allowed = {"title", "shows", "rows"}
-    if not isinstance(values, dict) or not values.get("rows") or not values.keys() <= allowed:
-        raise RecipeError(f"{name} in {path} must have rows, and may have a title and shows")
+def _experiment(path: Path, name: str, content: dict[str, Any]) -> Experiment:
+    where, values = f"{name} in {path}", content[name]
+    if not isinstance(values, dict) or not values.keys() & {"rows", "rows_of"}:
+        raise RecipeError(f"{where} must be a table with rows or rows_of")
+    _check_types(where, values, TABLE)
     shows = values.get("shows")
     if shows is not None and shows not in FIGURES:
-        raise RecipeError(f"shows of {name} in {path} must be one of {', '.join(FIGURES)}, but is {shows!r}")
-    return Experiment(name, values.get("title", name), tuple(_row(path, name, row) for row in values["rows"]), shows)
+        raise RecipeError(f"shows of {where} must be one of {', '.join(FIGURES)}, but is {shows!r}")
+    rows = tuple(_row(f"a row of {where}", row) for row in values.get("rows", ()))
+    for other in values.get("rows_of", ()):
+        if other not in content or other == name:
+            raise RecipeError(f"rows_of of {where} must name other tables of the file, but has {other!r}")
+        rows += tuple(row for row in _experiment(path, other, content).rows if row.paper is not None)
+    return Experiment(name, values.get("title", name), rows, shows)
 
 
-def _row(path: Path, name: str, values: dict[str, Any]) -> Row:
+def _row(where: str, values: Any) -> Row:
+    if not isinstance(values, dict) or "recipe" not in values:
+        raise RecipeError(f"{where} must have a recipe, but is {values!r}")
+    _check_types(where, values, ROW)
+    rest = {key: None if values.get(key) is None else float(values[key]) for key in ("paper", "flops", "seconds")}
+    return Row(values["recipe"], tuple(values.get("set", ())), **rest)
+
+
+def _check_types(where: str, values: dict[str, Any], types: dict[str, Any]) -> None:
     for key, value in values.items():
-        expected = ROW.get(key)
-        if expected is None or not isinstance(value, (int, float) if expected is float else expected):
-            raise RecipeError(f"a row of {name} in {path} has {key} = {value!r}; it may have {', '.join(ROW)}")
-    if "recipe" not in values:
-        raise RecipeError(f"a row of {name} in {path} has no recipe")
-    return Row(
-        values["recipe"], tuple(values.get("set", ())), values.get("paper"), values.get("flops"), values.get("seconds")
-    )
+        if key not in types:
+            raise RecipeError(f"{where} has an unknown key {key}; known: {', '.join(types)}")
+        expected = types[key]
+        if not isinstance(value, expected) or (key in TEXTS and not all(isinstance(text, str) for text in value)):
+            words = "a list of texts" if key in TEXTS else WORDS[expected]
+            raise RecipeError(f"{key} of {where} must be {words}, but is {value!r}")
 
 
 def chosen(experiments: Sequence[Experiment], only: Sequence[str]) -> list[Experiment]:
-    """Keep the rows whose name is one of some texts, or has one in it that is no row's name. No text: all rows.
+    """Keep some rows. A text that is a row's name keeps that row; any other keeps the rows that contain it.
 
     Args:
         experiments: Tables and figures.
-        only: The texts, which may hold * and ?.
+        only: The texts, which may hold * and ?; none: all rows are kept.
     """
     if not only:
         return list(experiments)
@@ -148,6 +179,11 @@ def chosen(experiments: Sequence[Experiment], only: Sequence[str]) -> list[Exper
     if not kept:
         raise RecipeError(f"--only {' '.join(only)} leaves no row; --list shows their names")
     return kept
+
+
+@cache
+def _plain(source: str) -> Recipe:
+    return load_recipe(source)
 
 
 def _tag(key: str, value: Any) -> str:

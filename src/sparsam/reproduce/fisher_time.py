@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -17,26 +16,28 @@ from sparsam.replay.clock import Clock
 from sparsam.reproduce.table import FISHER_SECONDS
 from sparsam.runs.build import build_loader, build_network
 from sparsam.runs.directory import RunDirectory
+from sparsam.runs.recipe import Recipe
+from sparsam.training.turns import PlannedRun
 
 REPEATS = 3  # after one that is not counted
 
 
-def add_fisher_times(runs: Iterable[Path], device: torch.device) -> None:
-    """Measure the time for the masks of runs of SSAM-F that lack it, and write it into their summaries.
+def add_fisher_times(planned: Iterable[PlannedRun], device: torch.device) -> None:
+    """Measure the time for the masks of finished runs of SSAM-F that lack it, and write it into their summaries.
 
-    It is the median of three, over newly drawn images, and does not depend on the weights.
+    It is the median of three, over newly drawn images. It does not depend on the weights, so seeds share it.
     """
-    for path in runs:
+    seconds: dict[str, float] = {}
+    for recipe, path in planned:
         directory = RunDirectory(path)
-        summary = directory.summary()
-        if FISHER_SECONDS not in summary["extra"]:
-            seconds = fisher_seconds(directory, device)
-            directory.write_summary({**summary, "extra": {**summary["extra"], FISHER_SECONDS: seconds}})
+        if FISHER_SECONDS not in directory.summary()["extra"]:
+            if recipe.name not in seconds:
+                seconds[recipe.name] = fisher_seconds(recipe, device)
+            directory.add_to_summary({"extra": {FISHER_SECONDS: seconds[recipe.name]}})
 
 
-def fisher_seconds(directory: RunDirectory, device: torch.device) -> float:
-    """Return the seconds that the Fisher information of a run's mask takes, once its images are on the device."""
-    recipe = directory.recipe()
+def fisher_seconds(recipe: Recipe, device: torch.device) -> float:
+    """Return the seconds that the Fisher information of a mask takes, once its images are on the device."""
     loader = build_loader(recipe, device)
     model = build_network(recipe, loader.classes, loader.channels, device)
     images: Any = loader.samples()

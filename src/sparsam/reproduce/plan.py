@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from sparsam.reproduce.experiments import Experiment
 from sparsam.runs.schema import RecipeError
-from sparsam.training.comparison import check_used
+from sparsam.training.comparison import check_used, with_seeds
 from sparsam.training.turns import PlannedRun
 
 
@@ -25,14 +24,15 @@ def plan_runs(
     """
     planned: dict[Path, PlannedRun] = {}
     rows = [row for experiment in experiments for row in experiment.rows]
-    for row in rows:
-        recipe = row.recipe(overrides)
-        for seed in range(seeds):
-            run = PlannedRun(
-                replace(recipe, train=replace(recipe.train, seed=seed)), output / f"{recipe.name}-seed{seed}"
-            )
-            planned.setdefault(run.path, run)
     check_used(overrides, {override for row in rows for override in row.relevant(overrides)})
+    own = {override.partition("=")[0] for row in rows for override in row.overrides}
+    for key in (override.partition("=")[0] for override in overrides):
+        if key in own:
+            raise RecipeError(f"{key} is what rows differ in; choose rows with --only in place of --set {key}")
+    for row in rows:
+        for run in with_seeds(row.recipe(overrides), seeds, output):
+            if planned.setdefault(run.path, run) != run:
+                raise RecipeError(f"two rows are both named {row.name}, but their recipes differ")
     return list(planned.values())
 
 
@@ -48,4 +48,6 @@ def part_of(planned: Sequence[PlannedRun], part: str | None) -> list[PlannedRun]
     k, slash, n = part.partition("/")
     if not (slash and k.isdecimal() and n.isdecimal() and int(k) < int(n)):
         raise RecipeError(f"--part must be K/N with K from 0 to N - 1, such as 0/4, but is {part!r}")
+    if int(k) >= len(planned):
+        raise RecipeError(f"--part {part} has no run: there are {len(planned)} in all")
     return list(planned[int(k) :: int(n)])

@@ -10,13 +10,15 @@ from typing import Any, Self
 
 from sparsam.errors import need
 from sparsam.runs.directory import RunDirectory
+from sparsam.training.turns import PlannedRun
 
 
 class RunsProgress:
     """A bar over the epochs of all runs on a terminal, a line for each finished run elsewhere."""
 
-    def __init__(self, runs: Sequence[Path]) -> None:
-        self.runs = [RunDirectory(path) for path in runs]
+    def __init__(self, planned: Sequence[PlannedRun]) -> None:
+        self.runs = [RunDirectory(run.path) for run in planned]
+        self.epochs = sum(run.recipe.train.epochs for run in planned)
         self._told: set[Path] = set()
         self._bar: Any = None
 
@@ -33,7 +35,7 @@ class RunsProgress:
                 transient=True,
             )
             self._bar.start()
-            self._task = self._bar.add_task("", total=None)
+            self._task = self._bar.add_task("", total=self.epochs)
         return self
 
     def __exit__(
@@ -51,10 +53,5 @@ class RunsProgress:
                 text = f"{run.path.name}: {100 * summary['test_accuracy']:.2f} %"
                 self._bar.console.print(text) if self._bar else print(text, file=sys.stderr, flush=True)
         if self._bar is not None:
-            started = [run for run in self.runs if run.exists]
-            epochs = [run.recipe().train.epochs for run in started]
-            total = sum(epochs) * len(self.runs) // len(started) if started else None
-            done = sum(len(run.metrics()) for run in started)
-            self._bar.update(
-                self._task, description=f"{len(self._told)} of {len(self.runs)} runs", completed=done, total=total
-            )
+            done = sum(len(run.metrics()) for run in self.runs if run.exists)
+            self._bar.update(self._task, description=f"{len(self._told)} of {len(self.runs)} runs", completed=done)

@@ -7,12 +7,11 @@ task that is started again continues the run.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from sparsam.errors import UserRuntimeError, need
+from sparsam.errors import UserValueError, need
 from sparsam.reproduce.progress import RunsProgress
 from sparsam.runs.directory import RunDirectory
 from sparsam.training.turns import PlannedRun, train_runs
@@ -23,45 +22,42 @@ POLL = 1.0  # seconds between two looks at the runs
 def train_with_ray(
     planned: Sequence[PlannedRun],
     *,
-    device: torch.device,
+    device: str | None = None,
     at_once: int = 1,
     address: str | None = None,
     retries: int = 3,
-    progress: Callable[[Sequence[Path]], RunsProgress] = RunsProgress,
-) -> None:
-    """Train those runs that are not finished, each as a task of its own.
+    progress: Callable[[Sequence[PlannedRun]], RunsProgress] = RunsProgress,
+) -> list[str]:
+    """Train those runs that are not finished, each as a task of its own. Return which failed, and why.
 
     Args:
         planned: What to train, and where.
-        device: A GPU: each task asks for a fraction 1 / `at_once` of one. The CPU: each asks for a core.
+        device: "cuda": each task asks for a fraction 1 / `at_once` of a GPU. "cpu": each asks for a core. None: GPUs if
+            the cluster has any.
         at_once: How many tasks share a GPU.
         address: Of an existing cluster; None: start one on this machine.
         retries: How often a run is started again after its worker died.
         progress: Shows how far the runs are.
-
-    Raises:
-        UserRuntimeError: Some runs failed. The others are trained all the same.
     """
     ray = need("ray", "tasks on a cluster", extra="ray")
     waiting = [run for run in planned if not RunDirectory(run.path).finished]
     if not waiting:
-        return
-    needs = {"num_gpus": 1 / at_once, "num_cpus": 0} if device.type == "cuda" else {"num_cpus": 1}
+        return []
     own = not ray.is_initialized()
     if own:
-        ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level="warning")
+        options = {"include_dashboard": False} if address is None else {}
+        ray.init(address=address or "local", log_to_driver=False, logging_level="error", **options)
     try:
+        kind = device or ("cuda" if ray.cluster_resources().get("GPU") else "cpu")
+        if kind == "cpu" and at_once > 1:
+            raise UserValueError(f"--at-once is for runs that share a GPU, but is {at_once} on CPUs; leave it out")
+        needs = {"num_cpus": 1} if kind == "cpu" else {"num_gpus": 1 / at_once, "num_cpus": 0}
         task = ray.remote(max_retries=retries, **needs)(_train)
-        kind, shared = device.type, at_once > 1
-        running = {task.remote(run._replace(path=run.path.resolve()), kind, shared): run for run in waiting}
-        failed = _wait(ray, running, progress([run.path for run in waiting]))
+        running = {task.remote(run._replace(path=run.path.resolve()), kind, at_once > 1): run for run in waiting}
+        return _wait(ray, running, progress(waiting))
     finally:
         if own:
             ray.shutdown()
-    if failed:
-        raise UserRuntimeError(
-            f"{len(failed)} of {len(waiting)} runs failed; the same command goes on with them: " + "; ".join(failed)
-        )
 
 
 def _train(run: PlannedRun, device: str, shared: bool) -> None:
@@ -82,7 +78,7 @@ def _wait(ray: Any, running: dict[Any, PlannedRun], progress: RunsProgress) -> l
                 try:
                     ray.get(reference)
                 except Exception as error:
-                    failed.append(f"{run.path.name}: {_reason(error)}")
+                    failed.append(f"{run.recipe.name}, seed {run.recipe.train.seed}: {_reason(error)}")
             progress.look()
     return failed
 
@@ -90,4 +86,4 @@ def _wait(ray: Any, running: dict[Any, PlannedRun], progress: RunsProgress) -> l
 def _reason(error: Exception) -> str:
     """Return the message of what went wrong in a worker, without the traceback there."""
     cause = getattr(error, "cause", None) or error
-    return str(cause).strip().splitlines()[-1]
+    return (str(cause).strip() or repr(cause)).splitlines()[-1]

@@ -1,90 +1,65 @@
-"""The table of a reproduction: what a row is, the paper's number, ours, the difference."""
+"""The table of a reproduction: the paper's number, ours, the difference."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import csv
+import io
+from collections.abc import Sequence
 
-from sparsam.report.table import NONE, Cell, Table
+from sparsam.report.table import NONE, Cell, Table, spread, times
 from sparsam.reproduce.comparison import Result
-from sparsam.runs.recipe import Recipe
 
 FISHER_SECONDS = "Fisher information, s"  # the label of a run's further number
 
-NETWORKS = {"resnet18": "ResNet-18", "resnet50": "ResNet-50", "wrn-28-10": "WRN-28-10", "vgg11": "VGG11-BN"}
-DATA = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "imagefolder": "ImageNet-1K", "digits": "digits"}
-
-# What tells rows apart. A column is shown if rows differ in it.
-COLUMNS: dict[str, Callable[[Recipe], Any]] = {
-    "Data": lambda recipe: DATA.get(recipe.data.name, recipe.data.name),
-    "Network": lambda recipe: NETWORKS.get(recipe.model.name, recipe.model.name),
-    "Method": lambda recipe: recipe.method,
-    "Sparsity": lambda recipe: recipe.mask.sparsity,
-    "ρ": lambda recipe: recipe.sam.rho if recipe.sam.enabled else None,
-    "N_F": lambda recipe: recipe.mask.samples,
-    "T_m": lambda recipe: _interval(recipe),
-    "Dropped": lambda recipe: recipe.mask.criterion,
-}
-ALWAYS = ("Method",)
-
 
 def paper_table(results: Sequence[Result]) -> Table:
-    """Return one row for each result."""
-    columns = [
-        name
-        for name, value in COLUMNS.items()
-        if name in ALWAYS or len({value(result.recipe) for result in results} - {None}) > 1
-    ]
-    timed = any(result.row.seconds for result in results)
-    headings = (
-        *columns,
-        "Paper, %",
-        "Ours, %",
-        "n",
-        "Difference",
-        "FLOPs (theory)",
-        "Time × SGD",
-        *(("Fisher, paper", "Fisher, ours") if timed else ()),
-    )
-    settings = [tuple(_shown(COLUMNS[name](result.recipe)) for name in columns) for result in results]
-    method = columns.index("Method")
-    alike = [settings.count(row) > 1 for row in settings]
-    for i, result in enumerate(results):
-        if alike[i]:
-            decay = f"{settings[i][method]}, wd {result.recipe.optimizer.weight_decay:g}"
-            settings[i] = (*settings[i][:method], decay, *settings[i][method + 1 :])
-    return Table(headings, tuple(_row(*row, timed=timed) for row in zip(results, settings, strict=True)))
+    """Return one row for each result. Those that the paper lacks are marked, if it has any."""
+    printed = any(result.row.paper is not None for result in results)
+    timed = any(result.row.seconds is not None for result in results)
+    columns = ("Row", "Paper, %", "Ours, %", "n", "Difference", "FLOPs (theory)", "Time × SGD")
+    fisher = ("Fisher, paper", "Fisher, ours") if timed else ()
+    return Table((*columns, *fisher), tuple(_row(result, printed=printed, timed=timed) for result in results))
 
 
-def _row(result: Result, settings: Sequence[str], *, timed: bool) -> tuple[Cell, ...]:
-    row, method = result.row, result.method
-    accuracy = method.accuracy if method else None
-    flops = method.theoretical_flops.mean if method and method.theoretical_flops else row.flops
-    seconds = method.extra.get(FISHER_SECONDS) if method else None
-    spread = f" ± {100 * accuracy.deviation:.2f}" if accuracy and accuracy.deviation is not None else ""
-    return (
-        *map(Cell, settings),
-        Cell("ours" if row.paper is None else f"{row.paper:.2f}"),
-        Cell(f"{100 * accuracy.mean:.2f}{spread}" if accuracy else NONE, "; ".join(method.notes) if method else ""),
+def _row(result: Result, *, printed: bool, timed: bool) -> tuple[Cell, ...]:
+    row, accuracy = result.row, result.accuracy
+    own = ["ours"] if printed and row.paper is None else []
+    cells = (
+        Cell(row.name, ", ".join([*own, *row.defaults])),
+        Cell(NONE if row.paper is None else f"{row.paper:.2f}"),
+        Cell(spread(accuracy, 100, ".2f"), "; ".join(result.method.notes) if result.method else ""),
         Cell(str(accuracy.n) if accuracy else NONE),
         Cell(NONE if result.difference is None else f"{result.difference:+.2f}"),
-        Cell(NONE if flops is None else f"{flops:.2f}×"),
-        Cell(NONE if method is None or method.relative_step is None else f"{method.relative_step:.2f}×"),
-        *((Cell(_seconds(row.seconds)), Cell(_seconds(seconds.mean if seconds else None))) if timed else ()),
+        Cell(times(result.flops)),
+        Cell(times(result.time)),
     )
+    if not timed:
+        return cells
+    seconds = result.further(FISHER_SECONDS)
+    paper, ours = row.seconds and f"{row.seconds:g} s", seconds and f"{seconds:.3g} s"
+    return (*cells, Cell(paper or NONE), Cell(ours or NONE))
 
 
-def _interval(recipe: Recipe) -> int | str | None:
-    if recipe.mask.sparsity is None:
-        return None
-    return "fixed" if recipe.mask.interval_epochs is None else recipe.mask.interval_epochs
-
-
-def _seconds(value: float | None) -> str:
-    return NONE if value is None else f"{value:.3g} s"
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return NONE
-    return value if isinstance(value, str) else f"{value:g}"
+def comma_separated(results: Sequence[Result]) -> str:
+    """Return the results for other programs: plain numbers, accuracies in percent, nothing where there is none."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    fisher = ("fisher_seconds_paper", "fisher_seconds")
+    writer.writerow(("row", "run", "paper", "ours", "deviation", "n", "difference", "flops", "time_ratio", *fisher))
+    for result in results:
+        row, accuracy = result.row, result.accuracy
+        deviation = accuracy.deviation if accuracy else None
+        numbers = (
+            row.paper,
+            accuracy and 100 * accuracy.mean,
+            None if deviation is None else 100 * deviation,
+            accuracy and accuracy.n,
+            result.difference,
+            result.flops,
+            result.time,
+            row.seconds,
+            result.further(FISHER_SECONDS),
+        )
+        cells = ("" if number is None else f"{number:.6g}" for number in numbers)
+        writer.writerow((row.name, result.recipe.name, *cells))
+    return text.getvalue()

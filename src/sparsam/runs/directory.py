@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from sparsam.runs.files import RunError, read_text, replace_file
-from sparsam.runs.lock import lock_file
+from sparsam.runs.lock import Lock
 from sparsam.runs.recipe import Recipe, RecipeError, recipe_from
 from sparsam.runs.record import Record
 
@@ -28,7 +30,7 @@ class RunDirectory:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._events: Any = None
-        self._locked: int | None = None
+        self._lock: Lock | None = None
 
     @property
     def last(self) -> Path:
@@ -63,18 +65,25 @@ class RunDirectory:
                 f"{self.path} holds a run already; continue it with --resume {self.path}, or choose another --output"
             )
 
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from writing this run."""
+        self.lock()
+        try:
+            yield
+        finally:
+            self.unlock()
+
     def lock(self) -> None:
-        """Keep other processes from training this run, until :meth:`unlock` or the end of this object."""
-        self._locked = lock_file(self.path / "recipe.json")
+        """Keep other processes from writing this run, until :meth:`unlock`. What is locked already stays so."""
+        if self._lock is None:
+            self._lock = Lock(self.path)
 
     def unlock(self) -> None:
-        """Let other processes train this run."""
-        if self._locked is not None:
-            os.close(self._locked)
-            self._locked = None
-
-    def __del__(self) -> None:
-        self.unlock()
+        """Let other processes write this run."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def read(self, name: str) -> Record:
         """Read a JSON file of the run."""
@@ -135,6 +144,13 @@ class RunDirectory:
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write the end result."""
         self._write("summary.json", summary)
+
+    def add_to_summary(self, values: dict[str, Any]) -> None:
+        """Add numbers to the end result that were measured after it."""
+        with self.locked():
+            summary = self.summary()
+            extra = {**summary.get("extra", {}), **values.get("extra", {})}
+            self.write_summary({**summary, **values, "extra": extra})
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
         replace_file(self.path / name, json.dumps(content, indent=2) + "\n")

@@ -31,9 +31,13 @@ def replace_file(path: Path, content: str | Callable[[IO[bytes]], object]) -> No
         path: The file. Its folder is created.
         content: The text, or a function that writes into an open binary file.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".unfinished")
-    with unfinished.open("wb") as file:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = unfinished.open("wb")
+    except OSError as error:
+        raise RunError(f"{path} cannot be written: {error}") from error
+    with file:
         if isinstance(content, str):
             file.write(content.encode())
         else:

@@ -1,4 +1,4 @@
-"""One process at a time trains a run."""
+"""One process at a time writes a run."""
 
 from __future__ import annotations
 
@@ -12,20 +12,42 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+NAME = ".lock"
 
-def lock_file(path: Path) -> int:
-    """Lock a file for this process; closing what is returned (:func:`os.close`), or the end of the process, unlocks it.
+
+class Lock:
+    """A file that this process has locked; the lock ends with the process, and its children do not have it.
+
+    Args:
+        folder: Where the file is. It is created.
 
     Raises:
         RunError: Another process holds the lock.
     """
-    file = os.open(path, os.O_RDWR)
-    if fcntl is not None:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(file)
-            raise RunError(f"{path.parent} is being trained by another process; wait for it or stop it") from error
-        except OSError:  # a file system without locks
-            pass
-    return file
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / NAME
+        while True:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                self._file = os.open(self._path, os.O_RDWR | os.O_CREAT)
+            except OSError as error:
+                raise RunError(f"{folder} cannot be written: {error}") from error
+            try:
+                if fcntl is not None:
+                    fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError) as error:
+                os.close(self._file)
+                raise RunError(f"{folder} is being trained by another process; wait for it or stop it") from error
+            except OSError:  # a file system without locks
+                return
+            if self._path.exists() and os.path.samestat(os.fstat(self._file), self._path.stat()):
+                return
+            os.close(self._file)  # its former holder has deleted it
+
+    def release(self) -> None:
+        """Delete the file and give the lock up; the folder stays only if there is something in it."""
+        self._path.unlink(missing_ok=True)
+        os.close(self._file)
+        if not any(self._path.parent.iterdir()):
+            self._path.parent.rmdir()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from functools import cache
 from typing import Any
 
 from sparsam.runs.recipe import Recipe
@@ -29,14 +31,19 @@ INCIDENTAL = frozenset(
 )
 
 
-def different_settings(one: dict[str, Any], other: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Return the settings in which two recipes ask for different experiments, with both values."""
-    found = differences(completed(one), completed(other))
-    return {key: values for key, values in found.items() if key not in INCIDENTAL}
+def different_settings(*recipes: dict[str, Any], ignored: Collection[str] = INCIDENTAL) -> dict[str, tuple[Any, ...]]:
+    """Return the settings in which recipes ask for different experiments, with the value of each."""
+    found = differences(*map(_completed, recipes))
+    return {key: values for key, values in found.items() if key not in ignored}
 
 
-def completed(recipe: dict[str, Any]) -> dict[str, Any]:
+def _completed(recipe: dict[str, Any]) -> dict[str, Any]:
     """Return a recipe of an older version with the defaults of the settings that it lacks."""
-    defaults = Recipe().to_dict()
+    defaults = _defaults()
     tables = {key: {**table, **recipe.get(key, {})} for key, table in defaults.items() if isinstance(table, dict)}
     return {**defaults, **recipe, **tables}
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    return Recipe().to_dict()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from sparsam.runs.recipe import load_recipe, relevant_overrides
+from sparsam.runs.recipe import Recipe, load_recipe, relevant_overrides
 from sparsam.runs.schema import RecipeError
 from sparsam.training.progress import Progress
 from sparsam.training.turns import PlannedRun, check_planned, time_steps, train_runs
@@ -53,11 +54,17 @@ def _plan(sources: Sequence[str | Path], seeds: int, output: Path, overrides: Se
     for source in sources:
         relevant = relevant_overrides(source, overrides)
         used.update(relevant)
-        for seed in range(seeds):
-            recipe = load_recipe(source, [*relevant, f"train.seed={seed}"])
-            planned.append(PlannedRun(recipe, output / f"{recipe.name}-seed{seed}"))
+        planned += with_seeds(load_recipe(source, relevant), seeds, output)
     check_used(overrides, used)
     return planned
+
+
+def with_seeds(recipe: Recipe, seeds: int, output: Path) -> list[PlannedRun]:
+    """Return the runs of a recipe with seeds 0, 1, ..., which are written as NAME-seedN."""
+    return [
+        PlannedRun(replace(recipe, train=replace(recipe.train, seed=seed)), output / f"{recipe.name}-seed{seed}")
+        for seed in range(seeds)
+    ]
 
 
 def check_used(overrides: Sequence[str], used: set[str]) -> None:

@@ -19,13 +19,18 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "sparsam": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "device": device_name(device),
         "processor": processor(),
         "platform": platform.platform(),
         "threads": torch.get_num_threads(),
         "git": git_commit(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def device_name(device: torch.device) -> str:
+    """Return what a device is called: the GPU's name, or its type."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def default_device() -> torch.device:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +34,54 @@ def new_run(
 ) -> Trainer:
     """Make a new directory for a recipe, and its trainer."""
     directory = RunDirectory(path)
-    directory.check_new()
-    device = device or default_device()
-    trainer = Trainer(recipe, directory, device=device, progress=progress)
-    directory.create(recipe, describe_environment(device))  # after all that can go wrong
-    directory.lock()
-    return trainer
+    with _locked_for_trainer(directory):
+        directory.check_new()
+        return _begin(recipe, directory, device, progress)
 
 
 def old_run(path: str | Path, *, device: torch.device | None = None, progress: Progress | None = None) -> Trainer:
     """Return a trainer that stands where an unfinished run was saved last."""
     directory = RunDirectory(path)
+    directory.recipe()  # an error if there is no run
+    with _locked_for_trainer(directory):
+        return _continue(directory, device, progress)
+
+
+def open_run(
+    recipe: Recipe, path: str | Path, *, device: torch.device | None = None, progress: Progress | None = None
+) -> Trainer | None:
+    """Return a trainer for a new run, or for one that was stopped; None if the run is finished."""
+    directory = RunDirectory(path)
+    with _locked_for_trainer(directory):
+        if directory.finished:
+            directory.unlock()
+            return None
+        return (
+            _continue(directory, device, progress) if directory.exists else _begin(recipe, directory, device, progress)
+        )
+
+
+def _begin(recipe: Recipe, directory: RunDirectory, device: torch.device | None, progress: Progress | None) -> Trainer:
+    device = device or default_device()
+    trainer = Trainer(recipe, directory, device=device, progress=progress)
+    directory.create(recipe, describe_environment(device))  # after all that can go wrong
+    return trainer
+
+
+def _continue(directory: RunDirectory, device: torch.device | None, progress: Progress | None) -> Trainer:
     trainer = Trainer(directory.recipe(), directory, device=device or default_device(), progress=progress)
-    directory.lock()
     if directory.last.exists():
         trainer.load(directory.last)
     directory.keep_epochs(trainer.epoch)
     return trainer
+
+
+@contextmanager
+def _locked_for_trainer(directory: RunDirectory) -> Iterator[None]:
+    """Lock a run, which its trainer unlocks at the end; after an error it is unlocked here."""
+    directory.lock()
+    try:
+        yield
+    except BaseException:
+        directory.unlock()
+        raise

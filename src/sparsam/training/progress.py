@@ -144,9 +144,10 @@ class TerminalProgress(Progress):
     def done(self, summary: dict[str, Any]) -> None:
         """Leave one line."""
         epochs = "1 epoch" if summary["epochs"] == 1 else f"last of {summary['epochs']} epochs"
+        time = "" if summary["step_ms"] is None else f", {summary['step_ms']:.2f} ms/step"
         self._bar.console.print(
             f"{summary['method']:8} seed {summary['seed']}: {100 * summary['test_accuracy']:.2f} % "
-            f"({summary['evaluated_on']}, {epochs}), {summary['step_ms']:.2f} ms/step"
+            f"({summary['evaluated_on']}, {epochs}){time}"
         )
 
 

@@ -72,7 +72,7 @@ class Trainer:
         self.best = {"accuracy": -1.0, "epoch": 0}
         self.peak_memory_mb: float | None = None  # of the epoch
         self.mask_statistics = MaskStatistics(self.model, [p for g in self.opt.param_groups for p in g["params"]])
-        self.shared = False  # whether other runs are trained on the device at the same time
+        self.shared = False  # whether other runs have been trained on the device at the same time
         self._stop = False
 
     # ------------------------------------------------------------------------------------------- the run
@@ -284,6 +284,7 @@ class Trainer:
                 "seconds": self.seconds,
                 "elapsed": self.elapsed,
                 "best": self.best,
+                "shared": self.shared,
                 "mask_statistics": self.mask_statistics.state(),
             },
         )
@@ -304,6 +305,7 @@ class Trainer:
         self.epoch, self.batch = saved["epoch"], saved["batch"]
         self.loss_sum.copy_(saved["loss_sum"])
         self.seconds, self.elapsed, self.best = saved["seconds"], saved["elapsed"], saved["best"]
+        self.shared |= saved.get("shared", False)
         self.mask_statistics.load(saved["mask_statistics"])
 
     def _synchronize(self) -> None:

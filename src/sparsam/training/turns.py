@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from sparsam.runs.recipe import Recipe
 from sparsam.runs.schema import RecipeError
 from sparsam.settings import differences
 from sparsam.training.interrupt import Interrupted, stopping_on_signals
-from sparsam.training.launch import new_run, old_run
+from sparsam.training.launch import open_run
 from sparsam.training.progress import Progress
 from sparsam.training.step_times import time_in_turn
 from sparsam.training.trainer import Trainer
@@ -55,9 +55,10 @@ def train_runs(
     device: torch.device,
     at_once: int = 1,
     shared: bool = False,
+    keep_going: bool = False,
     progress: Callable[[], Progress] = Progress,
-) -> None:
-    """Train those runs that are not finished; continue those that were stopped.
+) -> list[str]:
+    """Train those runs that are not finished; continue those that were stopped. Return which failed, and why.
 
     Args:
         planned: What to train, and where.
@@ -65,20 +66,21 @@ def train_runs(
         at_once: How many runs take turns on the device, a step each; on a GPU they overlap, on streams of their own.
             Their step times and memory would not be those of a run alone, so summaries of such runs have none.
         shared: Whether other processes train on the device too, which counts as above.
+        keep_going: After an error that the user can mend, train the other runs. Else it is raised.
         progress: Makes what shows the progress, anew for each run.
     """
     threads = torch.get_num_threads()
 
-    def trainer(run: PlannedRun) -> Trainer:
+    def trainer(run: PlannedRun) -> Trainer | None:
         gc.collect()  # the run before must not count in this one's memory
         torch.set_num_threads(threads)
-        if RunDirectory(run.path).exists:
-            return old_run(run.path, device=device, progress=progress())
-        return new_run(run.recipe, run.path, device=device, progress=progress())
+        return open_run(run.recipe, run.path, device=device, progress=progress())
 
-    unfinished = [run for run in planned if not RunDirectory(run.path).finished]
-    _take_turns((partial(trainer, run) for run in unfinished), at_once, device, shared=shared)
+    unfinished = (run for run in planned if not RunDirectory(run.path).finished)
+    starts = ((run, partial(trainer, run)) for run in unfinished)
+    failed = _take_turns(starts, at_once, device, shared=shared, keep_going=keep_going)
     torch.set_num_threads(threads)
+    return failed
 
 
 def time_steps(planned: Sequence[PlannedRun], *, device: torch.device, rounds: int) -> None:
@@ -100,26 +102,52 @@ def time_steps(planned: Sequence[PlannedRun], *, device: torch.device, rounds: i
         ) from error
     ratios = dict(zip(methods, times, strict=True))
     for recipe, path in planned:
-        directory = RunDirectory(path)
-        directory.write_summary({**directory.summary(), "step_ratio": ratios[recipe.name].to_dict()})
+        RunDirectory(path).add_to_summary({"step_ratio": ratios[recipe.name].to_dict()})
 
 
-def _take_turns(waiting: Iterable[Callable[[], Trainer]], at_once: int, device: torch.device, *, shared: bool) -> None:
+def _take_turns(
+    waiting: Iterator[tuple[PlannedRun, Callable[[], Trainer | None]]],
+    at_once: int,
+    device: torch.device,
+    *,
+    shared: bool,
+    keep_going: bool,
+) -> list[str]:
     """Train `at_once` runs side by side, a step each in turn, until none is left."""
-    waiting, turns = iter(waiting), deque[_Turns]()
+    turns = deque[_Turns]()
     stopped: list[Exception] = []
+    failed: list[str] = []
 
     def stop() -> None:
         stopped.append(Interrupted("stopped before the next run was begun"))
         for turn in turns:
             turn.run.stop()
 
+    def fail(recipe: Recipe, error: Exception) -> None:
+        """Save the other runs before an error is raised."""
+        if isinstance(error, UserError):
+            named = RecipeError(f"{recipe.name}, seed {recipe.train.seed}: {error}")
+            if keep_going:
+                failed.append(str(named))
+                return
+            named.__cause__, error = error, named
+        stopped.insert(0, error)
+        stop()
+
     with stopping_on_signals(stop):
         while True:
-            if len(turns) < at_once and not stopped and (start := next(waiting, None)):
-                turns.appendleft(_Turns(start(), device, alone=at_once == 1, shared=shared))
+            if len(turns) < at_once and not stopped and (coming := next(waiting, None)):
+                planned, start = coming
+                try:
+                    run = start()
+                except Exception as error:
+                    fail(planned.recipe, error)
+                    continue
+                if run is None:  # another process has finished it
+                    continue
+                turns.appendleft(_Turns(run, device, alone=at_once == 1, shared=shared))
                 if stopped:  # while it was being made
-                    turns[0].run.stop()
+                    run.stop()
             if not turns:
                 break
             try:
@@ -127,15 +155,11 @@ def _take_turns(waiting: Iterable[Callable[[], Trainer]], at_once: int, device: 
                 turns.rotate(-1)
             except StopIteration:
                 turns.popleft()
-            except Exception as error:  # the others are saved before it is raised
-                recipe = turns.popleft().run.recipe
-                if isinstance(error, UserError):
-                    named = RecipeError(f"{recipe.name}, seed {recipe.train.seed}: {error}")
-                    named.__cause__, error = error, named
-                stopped.insert(0, error)
-                stop()
+            except Exception as error:
+                fail(turns.popleft().run.recipe, error)
     if stopped:
         raise stopped[0]
+    return failed
 
 
 class _Turns:
@@ -143,7 +167,7 @@ class _Turns:
 
     def __init__(self, run: Trainer, device: torch.device, *, alone: bool, shared: bool) -> None:
         self.run, self.device, self.alone = run, device, alone
-        run.shared = shared or not alone
+        run.shared |= shared or not alone
         self._steps = run.steps()
         self._stream = None if alone else _stream(device)
         self._random: RngState = get_rng_state([device])
