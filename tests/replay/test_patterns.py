@@ -75,6 +75,7 @@ REPLAYED: dict[type[Pattern], list[int]] = {
     patterns.Jagged: PROVEN,
     patterns.Array: PROVEN,
     patterns.MixedPrecision: PROVEN,
+    patterns.ChangesPrecision: [3, 3, 2, 3, 3, 2],  # two paths
 }
 """How often the closure is called in each step."""
 

@@ -1299,6 +1299,15 @@ class MixedPrecision(Pattern):
         return error(output.float(), step).float()
 
 
+class ChangesPrecision(MixedPrecision):
+    """Autocast goes over from bf16 to fp16, after three steps."""
+
+    def loss(self, step: int) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16 if step < 3 else torch.float16):
+            output = self(batch(self, step))
+        return error(output.float(), step).float()
+
+
 # ------------------------------------------------------------------------ what is done on later batches only
 
 

@@ -158,7 +158,7 @@ class ReplayedPasses(Passes):
         self, closure: Closure, shorter: Closure, whole: Outcome | None, recording: Recording, but: Collection[str] = ()
     ) -> str:
         """Say in what a shorter pass differs from a whole one; nothing if it does not. The whole one is run last."""
-        rough, error = recording.autocast or _uses_tf32(self.replay.model), ""
+        rough, error = bool(recording.autocast) or _uses_tf32(self.replay.model), ""
         try:
             self._start_again()
             with self.replay.alone():
