@@ -124,7 +124,7 @@ class ReplayedPasses(Passes):
         """Run a whole pass, and another that ends at the cut; compare loss and gradients of the suffix."""
         prefix = path.before.parameters
         self._keep_skipped()
-        result = Outcome.of(self._named, closure())
+        result = self._outcome(closure())
 
         def shorter() -> Any:
             with self.replay.first_pass(proof=True) as shortened:
@@ -162,12 +162,12 @@ class ReplayedPasses(Passes):
         try:
             self._start_again()
             with self.replay.alone():
-                other = Outcome.of(self._named, shorter())
+                other = self._outcome(shorter())
         except Exception as exception:
             error = _shown(exception)
         if whole is None:
             with self.replay.alone():
-                whole = Outcome.of(self._named, self._whole(closure))
+                whole = self._outcome(self._whole(closure))
         if error:
             return error
         if but:
@@ -175,11 +175,19 @@ class ReplayedPasses(Passes):
         reason = difference(whole, other, rough=rough, but=but)
         if reason:
             with self.replay.alone():
-                again = Outcome.of(self._named, self._whole(closure))
+                again = self._outcome(self._whole(closure))
             if not is_repeatable(whole, again, rough=rough):
                 return "two whole passes differ: random numbers that torch does not know?"
             reason = difference(whole, other, rough=rough, but=but, noise=again)
         return reason
+
+    def _outcome(self, loss: Any) -> Outcome:
+        """Return what a pass has left, in buffers too: in those that are kept, because it may have moved them."""
+        assert self.model is not None
+        names = {module: name for name, module in self.model.named_modules()}
+        kept = [place for buffers in self._buffers for place in buffers.places if place.module in names]
+        buffers = {f"{names[module]}.{name}".lstrip("."): module._buffers.get(name) for module, name, _ in kept}
+        return Outcome.of(self._named, {name: b for name, b in buffers.items() if b is not None}, loss)
 
     def _conclude(self, path: Path, reason: str, what: str) -> None:
         if reason:
