@@ -198,6 +198,16 @@ def test_a_norm_that_divides_by_nothing_perturbs_nothing(path, norm):
 
 
 @every_path
+def test_a_scale_beyond_float32_perturbs_nothing(path):
+    """The norm is in float64 if any weight is, and may be smaller than float32 can divide by."""
+    with taking(path) as device:
+        w = torch.tensor([1.0, -0.0], device=device)
+        norm = torch.tensor(1e-42, dtype=torch.float64, device=device)
+        perturb([w], [torch.ones(2, device=device)], [True], [0.1], norm=norm)
+        assert same([w.cpu()], [torch.tensor([1.0, -0.0])])
+
+
+@every_path
 def test_half_precision_gradients_do_not_overflow_the_norm(path):
     with taking(path) as device:
         w = torch.ones(1000, dtype=torch.float16, device=device)

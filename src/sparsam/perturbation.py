@@ -64,12 +64,12 @@ def perturb(
             w = [params[i] for i in indices]
             d = [directions[i] for i in indices]
             m = [selection[i] for i in indices]
-            scale = rhos[indices[0]] / norm
+            scale = (rhos[indices[0]] / norm).to(w[0].device, accumulation_dtype(w[0]))
             saved.append(_save_bucket(w))
             if _is_on_host(w[0]):
-                _add_on_host(w, saved[-1].copies, d, m, float(scale), adaptive)
+                _add_on_host(w, saved[-1].copies, d, m, scale.item(), adaptive)
             else:
-                _add_on_device(w, d, m, scale.to(w[0].device), adaptive)
+                _add_on_device(w, d, m, scale, adaptive)
     except BaseException:  # out of memory, say: all or nothing
         restore(saved)
         raise
@@ -163,12 +163,12 @@ def _add_on_host(
     if not 0 < abs(scale) < math.inf:  # a norm of 0, inf or NaN, or rho = 0
         return
     for p, copy, direction, mask in zip(w, copies, d, m, strict=True):
-        together = [p, copy, direction, *([mask] if isinstance(mask, Tensor) else [])]
-        if len(together) == 3 and not adaptive and p.dtype == accumulation_dtype(p):
+        masks = [mask] if isinstance(mask, Tensor) else []
+        if masks or adaptive or p.dtype != accumulation_dtype(p):
+            for slabs in zip(*map(_slabs, [p, copy, direction, *masks]), strict=True):
+                _add_slab_on_host(*slabs, scale=scale, adaptive=adaptive)
+        else:
             p.add_(direction, alpha=scale)  # in one go: nothing is made that could stay in the cache
-            continue
-        for slabs in zip(*map(_slabs, together), strict=True):
-            _add_slab_on_host(*slabs, scale=scale, adaptive=adaptive)
 
 
 def _add_slab_on_host(
@@ -236,7 +236,7 @@ def _fused_add(w: list[Tensor], d: list[Tensor], scale: Tensor, leave: Tensor) -
         [],
         weight_decay=0.0,
         momentum=0.0,
-        lr=scale.float(),
+        lr=scale,
         dampening=0.0,
         nesterov=False,
         maximize=True,
