@@ -342,6 +342,56 @@ def test_each_ascent_is_captured_once(schedule, left):
     assert len(step._graphs) == left  # the mask of the last steps has replaced what was captured before it
 
 
+class Switched(nn.Module):
+    """Takes an argument that is no tensor, so that each of its values is a path."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x, way):
+        h = torch.tanh(self.stem(x))
+        return self.head(torch.tanh(self.body(h if way == 0 else h.square())))
+
+
+@pytest.mark.parametrize(
+    ("way", "because", "captures"),
+    [
+        (lambda step: 0, None, 1),
+        (lambda step: int(step >= 3), None, 2),  # the fourth step, which is to be captured, takes a new path
+        (lambda step: step % 2, "the model takes one path to the cut, then another", 3),
+    ],
+    ids=["one path", "another in the fourth step", "in turn"],
+)
+def test_a_new_path_is_not_proven_in_a_graph(way, because, captures):
+    """Captured steps equal eager ones, and a path that is new where a step would be captured is proven eagerly."""
+    results = []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        model, x, y = Switched().cuda(), torch.randn(16, 6, device="cuda"), torch.randn(16, 3, device="cuda")
+        opt = SAM(model.parameters(), torch.optim.SGD, rho=0.1, mask=SuffixMask(model, "body"), lr=0.1, momentum=0.9)
+
+        def closure(model=model, opt=opt, x=x, y=y):
+            for p in model.parameters():  # zeros of one's own: gradients of a capture that was given up must not stay
+                if p.grad is not None:
+                    p.grad.zero_()
+            loss = F.mse_loss(model(x, way(opt.steps)), y)
+            loss.backward()
+            return loss
+
+        take, tried = CapturedStep(opt, closure), []
+        take._capture = lambda capture=take._capture, tried=tried: tried.append(1) or capture()
+        step = take if captured else (lambda opt=opt, closure=closure: opt.step(closure))
+        losses = [step().item() for _ in range(20)]
+        assert opt.steps == 20
+        results.append((losses, weights(model)))
+    assert (take.eager_because, len(tried)) == (because, captures)
+    assert bool(take._graphs) == (because is None)
+    assert results[1][0] == pytest.approx(results[0][0], rel=1e-5)
+    for a, b in zip(results[0][1], results[1][1], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("ascent", [MomentumAscent(0.3), FriendlyAscent()])
 def test_what_is_loaded_is_what_a_captured_step_goes_on_with(ascent):
     t = cuda_task(dtype=torch.float32)

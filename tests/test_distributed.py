@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from ranks import in_ranks
 from torch import distributed as dist
+from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from cases import ASCENTS, MASKS, SCHEDULES, Policy, optimizer, same, task
+from sparsam import SAM, RandomMask
+from sparsam.errors import UserRuntimeError
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch is built without torch.distributed")
 STEPS = 5
@@ -63,3 +67,29 @@ def test_ranks_agree(ranks, name, synced):
 
 def test_the_two_kinds_of_perturbation_differ(ranks):
     assert not same(ranks[0][str(Policy()), True][0], ranks[0][str(Policy()), False][0])
+
+
+def train_one_each(rank: int, difference: float, width: int) -> tuple[str, bool]:
+    """Each rank has a model of its own, which differs in values or in size; nothing synchronizes them."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 5 + width * rank)
+    with torch.no_grad():
+        model.weight += difference * rank
+    before = [p.detach().clone() for p in model.parameters()]
+    opt = SAM(model.parameters(), torch.optim.SGD, mask=RandomMask(0.5), lr=0.1)
+    try:
+        opt.step(lambda: (opt.zero_grad(), model(torch.ones(2, 4)).square().sum().backward()))
+    except UserRuntimeError as error:
+        return str(error), same(before, [p.detach() for p in model.parameters()])
+    return "", False
+
+
+@pytest.mark.parametrize(("difference", "width"), [(0.01, 0), (0.0, 1)])
+def test_ranks_that_train_different_models_are_refused(difference, width):
+    for message, unchanged in in_ranks(train_one_each, difference, width):
+        assert message.startswith("all ranks must train the same weights, because all use the mask of rank 0")
+        assert unchanged
+
+
+def test_ranks_may_differ_in_the_last_bits():
+    assert in_ranks(train_one_each, 1e-8, 0) == [("", False)] * 2

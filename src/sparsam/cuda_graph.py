@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sparsam.ascents import Ascent
-from sparsam.errors import UserRuntimeError
+from sparsam.errors import CaptureError, UserRuntimeError
 from sparsam.sam import SAM
 from sparsam.selection import Selection
 
 WARM_UP = 3
+ATTEMPTS = 3  # to capture a model that takes one path to a cut, then another
 
 
 class _Graph(NamedTuple):
@@ -29,11 +30,11 @@ class _Graph(NamedTuple):
 class CapturedStep:
     """Takes steps like `opt.step(closure)`, from a CUDA graph wherever that is possible.
 
-    The first steps run eagerly, as do those that make a mask. The graph is captured after them. It is captured again if
-    an update changes which tensors the mask is made of, if weights are frozen or freed, and after `load_state_dict()`.
-    A schedule with several ascents has a graph for each, and one for base steps. A step that draws random numbers
-    cannot be captured, because its two passes could not be made to draw the same ones: it stays eager, and
-    `eager_because` says so.
+    The first steps run eagerly, as do those that make a mask or prove a path to a cut. Then the graph is captured. It
+    is captured again if an update changes which tensors the mask is made of, if weights are frozen or freed, and after
+    `load_state_dict()`. A schedule with several ascents has a graph for each, and one for base steps. A step that draws
+    random numbers cannot be captured, because its two passes could not be made to draw the same ones: it stays eager,
+    and `eager_because` says so. So does a model that takes one path to a cut, then another.
 
     The closure must read its batch from tensors that stay where they are, and the learning rate and rho must be device
     tensors if they change.
@@ -53,6 +54,7 @@ class CapturedStep:
         self._graphs: dict[Ascent | None, _Graph] = {}
         self._selection: Selection | None = None  # what the graphs read: the mask ...
         self._inputs: object = None  # ... and plain values
+        self._refused = 0  # captures that met a new path
 
     def __call__(self) -> Tensor:
         """Take a step; return the loss, in a tensor that the next step may overwrite."""
@@ -70,9 +72,11 @@ class CapturedStep:
         if selection is not self._selection:
             self._graphs.clear()  # all of them: they share memory
             self._selection = selection
-        if ascent not in self._graphs:
-            self._graphs[ascent] = self._capture()
-        captured = self._graphs[ascent]
+        captured = self._graphs.get(ascent) or self._capture()
+        if captured is None:
+            self._taken[ascent] = 1
+            return self._eager()
+        self._graphs[ascent] = captured
         captured.graph.replay()
         if sam:
             sam.steps += 1
@@ -98,15 +102,25 @@ class CapturedStep:
         loss: Tensor = self.opt.step(self.closure)  # type: ignore[assignment, arg-type]
         return loss.detach()
 
-    def _capture(self) -> _Graph:
-        """Record a step, which takes none."""
+    def _capture(self) -> _Graph | None:
+        """Record a step, which takes none; None if the step takes a path that eager steps have to prove."""
         sam = self.opt if isinstance(self.opt, SAM) else None
         graph = torch.cuda.CUDAGraph()
         pool = next((other.graph.pool() for other in self._graphs.values()), None)  # one step runs at a time
         steps = sam.steps if sam else 0
-        # On a stream of its own: graphs of one stream share cuBLAS' workspace, and another run's may run beside it.
-        with torch.cuda.graph(graph, pool=pool, stream=self._stream):
-            loss = self._step()
+        params = [p for group in self.opt.param_groups for p in group["params"]]
+        grads = [p.grad for p in params]
+        try:
+            # On a stream of its own: graphs of one stream share cuBLAS' workspace, and another run's may run beside it.
+            with torch.cuda.graph(graph, pool=pool, stream=self._stream):
+                loss = self._step()
+        except CaptureError:
+            for p, grad in zip(params, grads, strict=True):
+                p.grad = grad  # those of the graph were never computed
+            self._refused += 1
+            if self._refused == ATTEMPTS:
+                self.eager_because = "the model takes one path to the cut, then another"
+            return None
         if sam:
             sam.steps = steps
         return _Graph(graph, loss, sam._perturber.moved if sam else None)

@@ -26,6 +26,10 @@ class UserRuntimeError(UserError, RuntimeError):
     """A call at the wrong time, or with a model or a device that does not allow it."""
 
 
+class CaptureError(UserRuntimeError):
+    """A step is being captured in a CUDA graph that has to run eagerly."""
+
+
 class MissingPackageError(UserError, ImportError):
     """A package that an extra of sparsam installs is not there."""
 

@@ -166,12 +166,12 @@ class SavedBuffers:
     """Buffers of modules, to be put back bit for bit, also where a module has replaced one."""
 
     def __init__(self, places: Iterable[Place]) -> None:
-        self._places = list(places)
-        self._saved = save(place.buffer for place in self._places)
+        self.places = list(places)
+        self._saved = save(place.buffer for place in self.places)
 
     def restore(self) -> None:
         """Put the buffers back."""
-        for module, name, buffer in self._places:
+        for module, name, buffer in self.places:
             module._buffers[name] = buffer
         restore(self._saved)
 

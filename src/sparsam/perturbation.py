@@ -8,18 +8,25 @@ Names follow the paper: weights w, gradient g, mask m, radius rho, perturbation 
 
 The norm is that of the whole gradient, also of what the mask leaves out, unless the caller has another one.
 
-Each list is worked on in *buckets*: the tensors that share a device and a dtype (and a rho) lie side by
-side in one flat buffer, so that a bucket costs a handful of kernels however many layers it has, and so
-that "perturb or not" can be decided on the device: nothing here waits for the GPU.
+Each list is worked on in *buckets*: the tensors that share a device and a dtype (and a rho). On a GPU a bucket costs a
+handful of kernels however many layers it has, and the GPU decides whether to perturb: nothing here waits for it. On a
+CPU memory is what takes time: each tensor is gone over as few times as possible, and only small pieces are made anew.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+# Where torch's fused SGD is used. On CUDA it reads the scale in float32, which is not enough for float64. On a CPU it
+# leaves most bf16 and fp16 weights as they are, and saves nothing beside add_.
+FUSED = {"cuda": (torch.float32, torch.bfloat16, torch.float16)}
+SLAB = 2**18  # numbers that a thread works on at a time, on a CPU: they stay in its cache
+BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 class Saved(NamedTuple):
@@ -53,13 +60,16 @@ def perturb(
     chosen = [i for i, m in enumerate(selection) if m is not False and (isinstance(rhos[i], Tensor) or rhos[i])]
     saved: list[Saved] = []
     try:
-        for indices in _buckets((id(rhos[i]), params[i], i) for i in chosen):
+        for indices in _buckets((id(rhos[i]), params[i], i) for i in chosen if params[i].numel()):
             w = [params[i] for i in indices]
             d = [directions[i] for i in indices]
             m = [selection[i] for i in indices]
-            eps = _perturbation(w, d, m, rhos[indices[0]], norm, adaptive)
+            scale = (rhos[indices[0]] / norm).to(w[0].device, accumulation_dtype(w[0]))
             saved.append(_save_bucket(w))
-            torch._foreach_add_(w, eps)
+            if _is_on_host(w[0]):
+                _add_on_host(w, saved[-1].copies, d, m, scale.item(), adaptive)
+            else:
+                _add_on_device(w, d, m, scale, adaptive)
     except BaseException:  # out of memory, say: all or nothing
         restore(saved)
         raise
@@ -72,7 +82,10 @@ def gradient_norm(params: Sequence[Tensor], grads: Sequence[Tensor], *, adaptive
     for indices in _buckets((None, g, i) for i, g in enumerate(grads)):
         bucket = [grads[i] for i in indices]
         dtype = accumulation_dtype(bucket[0])
-        if adaptive:
+        if adaptive and _is_on_host(bucket[0]):
+            pairs = [pair for i in indices for pair in zip(_slabs(params[i]), _slabs(grads[i]), strict=True)]
+            norms += [torch.linalg.vector_norm(w.to(dtype) * g) for w, g in pairs]
+        elif adaptive:
             w = [params[i] for i in indices]
             flat = _flat_copies(bucket, dtype, like=w)[0] * _flat_copies(w, dtype)[0]
             norms.append(torch.linalg.vector_norm(flat))
@@ -134,34 +147,108 @@ def restore(saved: Iterable[Saved]) -> None:
         torch._foreach_copy_(tensors, copies)
 
 
-def _perturbation(
+def _is_on_host(t: Tensor) -> bool:
+    return t.device.type == "cpu"
+
+
+def _add_on_host(
     w: list[Tensor],
+    copies: list[Tensor],
     d: list[Tensor],
     m: list[Tensor | bool],
-    rho: float | Tensor,
-    norm: Tensor,
+    scale: float,
     adaptive: bool,
-) -> list[Tensor]:
-    """Return eps for the tensors of one bucket."""
-    dtype = accumulation_dtype(w[0])
-    scale = (rho / norm).to(w[0].device)
-    leave = ~((scale != 0) & (scale.abs() < torch.inf))  # true for a norm of 0, inf or NaN, and for rho = 0
-    flat, eps = _flat_copies(d, dtype, like=w)
-    if adaptive:
-        flat.mul_(_flat_copies(w, flat.dtype)[0].square_())
-    flat.mul_(scale)
-    # Selected, not multiplied by zero: 0 * inf is NaN. And w + (-0.0) is w bit for bit, also for w = -0.0.
-    keep = _flat_mask(m, w, flat)
-    flat.masked_fill_(leave if keep is None else leave | ~keep, -0.0)
-    if flat.dtype == w[0].dtype:
-        return eps
-    return _views(flat.to(w[0].dtype), w)
+) -> None:
+    """Add eps to the tensors of one bucket, of which there are copies."""
+    if not 0 < abs(scale) < math.inf:  # a norm of 0, inf or NaN, or rho = 0
+        return
+    for p, copy, direction, mask in zip(w, copies, d, m, strict=True):
+        masks = [mask] if isinstance(mask, Tensor) else []
+        if masks or adaptive or p.dtype != accumulation_dtype(p):
+            for slabs in zip(*map(_slabs, [p, copy, direction, *masks]), strict=True):
+                _add_slab_on_host(*slabs, scale=scale, adaptive=adaptive)
+        else:
+            p.add_(direction, alpha=scale)  # in one go: nothing is made that could stay in the cache
 
 
-def _flat_mask(m: list[Tensor | bool], w: list[Tensor], flat: Tensor) -> Tensor | None:
-    """Return the masks in one flat buffer; None if all weights are selected."""
-    if not any(isinstance(mask, Tensor) for mask in m):
-        return None
+def _add_slab_on_host(
+    w: Tensor, copy: Tensor, direction: Tensor, mask: Tensor | None = None, *, scale: float, adaptive: bool
+) -> None:
+    wide = accumulation_dtype(w)
+    eps, factor = direction.to(wide), scale
+    if adaptive:  # the copy's square: another tensor may share the memory of w
+        eps = copy.to(wide).square().mul_(eps)
+    if mask is not None:
+        # Bits times 1 or 0: 0.0 * inf would be NaN, and torch.where takes five times as long. What is left out is
+        # +0.0. With a factor below 0 it adds -0.0, and w + (-0.0) is w bit for bit, also for w = -0.0.
+        eps, factor = eps.neg() if scale > 0 else eps.clone(), -abs(scale)
+        eps.view(BITS[wide]).mul_(mask)
+    if w.dtype == wide:
+        w.add_(eps, alpha=factor)
+    else:  # torch would round the factor
+        w.copy_(w.to(wide).add_(eps, alpha=factor))
+
+
+def _slabs(t: Tensor) -> Sequence[Tensor]:
+    """Cut a tensor along its first dimension into pieces of which several fit into the cache."""
+    if t.numel() <= (size := SLAB * torch.get_num_threads()):
+        return [t]
+    return torch.split(t, max(1, size * len(t) // t.numel()))
+
+
+def _add_on_device(w: list[Tensor], d: list[Tensor], m: list[Tensor | bool], scale: Tensor, adaptive: bool) -> None:
+    """Add eps to the tensors of one bucket; their device decides whether to."""
+    leave = scale / scale != 1  # a norm of 0, inf or NaN, or rho = 0
+    wide = accumulation_dtype(w[0])
+    fused = _can_be_fused(w, d) and not (adaptive and w[0].dtype != wide)
+    masked = any(isinstance(mask, Tensor) for mask in m)
+    eps = d
+    if adaptive or masked or not fused or [t.stride() for t in w] != [t.stride() for t in d]:
+        flat, eps = _flat_copies(d, w[0].dtype if fused else wide, like=w)
+        if adaptive:
+            factors = converted(w, eps)
+            torch._foreach_mul_(eps, factors)
+            torch._foreach_mul_(eps, factors)
+        if masked:  # selected, because 0 * inf is NaN; and w + (-0.0) is w bit for bit, also for w = -0.0
+            flat = torch.where(_flat_mask(m, w, flat), flat, -0.0 * scale)
+        if not fused:
+            flat = flat.mul_(scale).masked_fill_(leave, -0.0).to(w[0].dtype)
+        eps = _views(flat, w)
+    if fused:
+        _fused_add(w, eps, scale, leave)
+    else:
+        torch._foreach_add_(w, eps)
+
+
+def _can_be_fused(w: list[Tensor], d: list[Tensor]) -> bool:
+    dtype = w[0].dtype
+    return dtype in FUSED.get(w[0].device.type, ()) and all(
+        direction.dtype == dtype and direction.layout == torch.strided and _is_dense(p)
+        for p, direction in zip(w, d, strict=True)
+    )
+
+
+def _fused_add(w: list[Tensor], d: list[Tensor], scale: Tensor, leave: Tensor) -> None:
+    """Compute w += scale d in one pass over memory, or nothing where `leave` is true: a step of SGD, uphill."""
+    torch._fused_sgd_(
+        w,
+        d,
+        [],
+        weight_decay=0.0,
+        momentum=0.0,
+        lr=scale,
+        dampening=0.0,
+        nesterov=False,
+        maximize=True,
+        is_first_step=False,
+        grad_scale=None,
+        found_inf=leave.float(),
+    )
+    torch.autograd.graph.increment_version(w)  # which that function does not
+
+
+def _flat_mask(m: list[Tensor | bool], w: list[Tensor], flat: Tensor) -> Tensor:
+    """Return the masks in one flat buffer."""
     keep = torch.ones_like(flat, dtype=torch.bool)
     pairs = [(k, mask) for k, mask in zip(_views(keep, w), m, strict=True) if isinstance(mask, Tensor)]
     torch._foreach_copy_([k for k, _ in pairs], [mask for _, mask in pairs])
@@ -169,6 +256,8 @@ def _flat_mask(m: list[Tensor | bool], w: list[Tensor], flat: Tensor) -> Tensor 
 
 
 def _save_bucket(tensors: list[Tensor]) -> Saved:
+    if _is_on_host(tensors[0]):
+        return Saved(tensors, [t.clone() for t in tensors])
     return Saved(tensors, _flat_copies(tensors, tensors[0].dtype)[1])
 
 
@@ -185,17 +274,16 @@ def _flat_copies(
 def _views(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
     """Cut a flat buffer into tensors with the shapes and, where they are dense, the strides of `like`."""
     pieces = torch.split(flat, [t.numel() for t in like])
-    return [
-        piece.view(t.shape) if t.is_contiguous() else piece.as_strided(t.shape, _dense_strides(t))
-        for piece, t in zip(pieces, like, strict=True)
-    ]
+    return [piece.as_strided(t.shape, _dense_strides(t)) for piece, t in zip(pieces, like, strict=True)]
 
 
 def _dense_strides(t: Tensor) -> tuple[int, ...]:
     """Return the strides torch gives to a dense copy of t: t's own if t is dense, so kernels can be fused."""
-    if t.is_contiguous(memory_format=torch.channels_last):
-        return t.stride()
-    return torch.empty_like(t, device="meta").stride()
+    return t.stride() if _is_dense(t) else torch.empty_like(t, device="meta").stride()
+
+
+def _is_dense(t: Tensor) -> bool:
+    return t.is_contiguous() or t.is_contiguous(memory_format=torch.channels_last)
 
 
 def _buckets(entries: Iterable[tuple[Hashable, Tensor, int]]) -> Iterable[list[int]]:

@@ -57,6 +57,7 @@ REPLAYED: dict[type[Pattern], list[int]] = {
     patterns.Checkpointing: PROVEN,
     patterns.CutInsideCheckpoint: PROVEN,
     patterns.MovingCodesBehind: PROVEN,
+    patterns.GradientsMeasuredBehind: PROVEN,
     patterns.WeightNorm: PROVEN,
     patterns.Orthogonal: PROVEN,
     patterns.WeightStandardisation: PROVEN,
@@ -75,6 +76,7 @@ REPLAYED: dict[type[Pattern], list[int]] = {
     patterns.Jagged: PROVEN,
     patterns.Array: PROVEN,
     patterns.MixedPrecision: PROVEN,
+    patterns.ChangesPrecision: [3, 3, 2, 3, 3, 2],  # two paths
 }
 """How often the closure is called in each step."""
 
@@ -125,6 +127,8 @@ FALLS_BACK: dict[type[Pattern], str] = {
     patterns.Generator: STARTS + OTHER_VALUES,
     patterns.LocalLearning: "'stem' computes gradients itself",
     patterns.MovingCodesBefore: STARTS + OTHER_LOSS,
+    patterns.GradientsMeasuredBefore: ENDS + "its buffer 'stem.mean' is another one",
+    patterns.CountedBehind: STARTS + "its buffer 'head.count' is another one",
     patterns.SpectralNorm: STARTS + OTHER_LOSS,
     patterns.DetachedWeight: STARTS + OTHER_VALUES,
     patterns.WeightsMultiplied: STARTS + OTHER_VALUES,

@@ -18,6 +18,7 @@ from replay_models import BASE, RHO, Batch, Chain, Closure, Plain, closure_of, d
 from torch import Tensor, nn
 
 from sparsam import SAM, RandomMask, SuffixMask
+from sparsam.errors import CaptureError
 
 # torch.compile looks at the gradients of a block's inputs, and torch says so once in each process.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -669,3 +670,62 @@ def test_without_a_closure_a_cut_may_be_a_module_without_weights():
     loss_of(model(vectors()[0]), vectors()[1]).backward()
     with pytest.warns(UserWarning, match="only step"), opt.perturbed():
         assert [bool(m.all()) for m in opt.masks()] == [False, False, True, True]
+
+
+# ---------------------------------------------------------------------------------------------------- CUDA graphs
+
+
+class Switched(Chain):
+    """Takes an argument that is no tensor, so that each of its values is a path."""
+
+    def forward(self, x: Tensor, way: int = 0) -> Tensor:
+        return super().forward(x) * (1 + way)
+
+
+@pytest.mark.parametrize(
+    ("ways", "captured"),
+    [
+        ([], False),  # nothing is proven yet
+        ([0], False),
+        ([0, 0], True),
+        ([0, 0, 1], False),  # what was proven before the latest step
+        ([1, 1, 1], False),  # a path that was never taken
+        ([1, 1, 0], False),  # one that is half proven
+        ([1, 0, 0], True),
+    ],
+)
+def test_only_a_step_on_the_proven_path_of_the_latest_steps_is_captured(monkeypatch, ways, captured):
+    """A captured step must not look at values, and repeats its path for ever. Here a flag says that it is captured."""
+    torch.manual_seed(0)
+    model, way, (x, y) = Switched().double(), [0], vectors()
+    opt = SAM(model.parameters(), torch.optim.SGD, rho=RHO, mask=SuffixMask(model, "blocks.1"), **BASE)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = loss_of(model(x, way[0]), y)
+        loss.backward()
+        return loss
+
+    for way[0] in ways:
+        opt.step(closure)
+    way[0] = 0
+    before, steps = {name: p.detach().clone() for name, p in model.named_parameters()}, opt.steps
+    monkeypatch.setattr("sparsam.replay.passes._is_capturing", lambda: True)
+    if captured:
+        opt.step(closure)
+        return
+    message = (
+        "a step that is captured in a CUDA graph must take the path to 'blocks.1' that the two steps before it took"
+    )
+    with pytest.raises(CaptureError, match=message):
+        opt.step(closure)
+    assert differences(before, dict(model.named_parameters())) == []
+    assert opt.steps == steps
+    monkeypatch.undo()
+    plain = Plain(copy.deepcopy(model), BEFORE)
+    plain.sgd.load_state_dict(copy.deepcopy(opt.base_optimizer.state_dict()))
+    torch.manual_seed(1)
+    opt.step(closure)
+    torch.manual_seed(1)
+    plain.step(closure_of(plain.model, plain.zero_grad, (x, y)))
+    assert differences(snapshot(model), snapshot(plain.model)) == []

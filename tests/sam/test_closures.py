@@ -137,6 +137,29 @@ def test_accumulation_inside_the_closure_adds_up():
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
+def test_a_closure_that_calls_backward_twice_means_twice_the_loss():
+    results = []
+    for twice in (True, False):
+        t = task()
+        opt = sam(t)
+
+        def closure(t=t, opt=opt, twice=twice):
+            opt.zero_grad()
+            loss = t.loss()
+            if twice:
+                loss.backward(retain_graph=True)
+                loss.backward()
+            else:
+                (2 * loss).backward()
+            return loss
+
+        for _ in range(3):
+            opt.step(closure)
+        results.append(weights(t.model))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("entry", ["step", "first_step", "opt"])
 def test_a_compiled_step_is_the_step(entry):
     results = []

@@ -1,8 +1,9 @@
 """An oracle for masked SAM steps: deep copies, whole passes, float64, nothing of sparsam's arithmetic.
 
-Each step that the library takes is compared with the same step from the same state. Two things are checked apart from
-each other: the perturbation that the second call of the closure sees, against rho g / |g| over what has moved; and the
-step that was taken, against the gradient of a whole pass at the perturbed weights.
+Each step that the library takes is compared with the same step from the same state. Three things are checked apart from
+each other: the perturbation that the second call of the closure sees, against rho g / |g| over what has moved; the step
+that was taken, against the gradient of a whole pass at the perturbed weights; and the buffers, against those that one
+whole pass leaves.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ class Verdict:
     perturbation: float = 0.0
     step: float = 0.0
     loss: float = 0.0
+    buffers: float = 0.0
     messages: list[str] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)  # of the closure, in each step
 
     @property
     def wrong(self) -> float:
         """The largest difference."""
-        return max(self.perturbation, self.step, self.loss)
+        return max(self.perturbation, self.step, self.loss, self.buffers)
 
 
 def whole_pass(model: nn.Module, loss: Loss, step: int, random: Tensor) -> tuple[dict[str, Tensor], float]:
@@ -96,6 +98,9 @@ def judge(
         eps = {n: seen[1][n] - w for n, w in expected.items()}
         moved = [n for n, e in eps.items() if bool(e.any())]
         length = sum(float(grads[n].square().sum()) for n in moved) ** 0.5
+        left = dict(first.named_buffers())
+        for name, buffer in model.named_buffers():
+            verdict.buffers = max(verdict.buffers, _apart(buffer.double(), left[name].double()))
         # The second pass goes on with the buffers that the first has left.
         second = duplicate(first)
         with torch.no_grad():

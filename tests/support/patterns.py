@@ -1008,6 +1008,74 @@ class MovingCodesBehind(MovingCodesBefore):
         return self.head(self.codebook(torch.tanh(self.body(torch.tanh(self.stem(x))))))
 
 
+class MeasuresGradients(nn.Linear):
+    """Keeps a mean of the gradients that arrive, in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        if output.requires_grad:
+            output.register_hook(self.measure)
+        return output
+
+    def measure(self, gradient: Tensor) -> None:
+        """Take a gradient into the mean."""
+        self.mean.lerp_(gradient.mean(0), 0.1)
+
+
+class GradientsMeasuredBefore(Pattern):
+    """A buffer before the cut moves in the backward pass, which ends at the cut in a first pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = MeasuresGradients()
+
+
+class GradientsMeasuredBehind(Pattern):
+    """A buffer behind the cut moves in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(MeasuresGradients(), nn.Linear(WIDTH, CLASSES))
+
+
+class CountsCalls(nn.Module):
+    """A layer that counts, in a buffer of another."""
+
+    def __init__(self, counter: nn.Module) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        counter.register_buffer("count", torch.tensor(100))
+        self.__dict__["counter"] = counter
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counter.count += 1
+        return self.linear(x)
+
+
+class CountedBehind(Pattern):
+    """A buffer behind the cut counts calls of a module before it, and is used once it has counted enough.
+
+    A pass from the cut does not count.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = CountsCalls(self.head)
+
+    def behind(self, h: Tensor) -> Tensor:
+        """Go on from the cut; from the second pass of the fourth step on with twice the output."""
+        return super().behind(h) * (2 if self.head.count >= 105 else 1)
+
+    def duplicate(self) -> Self:
+        new = copy.deepcopy(self)
+        new.stem.__dict__["counter"] = new.head
+        return new
+
+
 class SpectralNorm(Pattern):
     """Weights are divided by an estimate that gets better in each forward pass."""
 
@@ -1295,6 +1363,15 @@ class MixedPrecision(Pattern):
 
     def loss(self, step: int) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
+            output = self(batch(self, step))
+        return error(output.float(), step).float()
+
+
+class ChangesPrecision(MixedPrecision):
+    """Autocast goes over from bf16 to fp16, after three steps."""
+
+    def loss(self, step: int) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16 if step < 3 else torch.float16):
             output = self(batch(self, step))
         return error(output.float(), step).float()
 

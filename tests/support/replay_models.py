@@ -75,8 +75,8 @@ class Plain:
             for p in perturbed:
                 if p.grad is not None and length > 0:
                     direction = p.grad * p.square() if self.adaptive else p.grad
-                    eps = direction * (self.rho / length)
-                    p += eps if masks is None else eps.where(masks[p], -0.0)
+                    moved = torch.add(p, direction, alpha=float(self.rho / length))
+                    p.copy_(moved if masks is None else moved.where(masks[p], p))
 
         torch.set_rng_state(numbers)
         closure()
@@ -93,10 +93,8 @@ class Plain:
     @torch.no_grad()
     def length(self, params: list[Tensor]) -> Tensor:
         """|g|, or ||w| g|, added up in the library's order, which decides the last bit."""
-        grads = [(p, p.grad) for p in params if p.grad is not None]
-        if self.adaptive:
-            return torch.linalg.vector_norm(torch.cat([(g * p).flatten() for p, g in grads]))
-        return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for _, g in grads]))
+        terms = [p.grad * p if self.adaptive else p.grad for p in params if p.grad is not None]
+        return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(term) for term in terms]))
 
 
 def closure_of(model: Callable[..., Tensor], zero_grad: Closure, batch: Batch) -> Closure:

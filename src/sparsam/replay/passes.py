@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from sparsam.errors import CaptureError
 from sparsam.passes import Closure, Passes
 from sparsam.replay.modules import parameters_before_by_order
 from sparsam.replay.proof import Outcome, difference, is_repeatable, matched, named
@@ -45,6 +47,7 @@ class ReplayedPasses(Passes):
         self._prefix: list[bool] = []  # which of the optimizer's parameters lie before the cut
         self._skipped: Iterable[nn.Module] = ()
         self._named: dict[str, Tensor] = {}  # the parameters whose gradients a proof compares
+        self._latest: deque[object] = deque(maxlen=2)  # paths of the latest steps
 
     def first(self, closure: Closure) -> Any:
         """Run and record the first pass; its gradient ends at the cut, where that is proven to be right."""
@@ -95,6 +98,8 @@ class ReplayedPasses(Passes):
         if path is not None and not self._moved <= path.moved:
             path.moved |= self._moved  # the whole second pass reads buffers that no proof has seen moved
             path.proven = min(path.proven, 1)
+        if recording is not None and path is not None:
+            self._check_capture(recording, path)
         if recording is None or path is None:
             recording = None  # and the graph that it holds
             self._keep_skipped()
@@ -108,6 +113,16 @@ class ReplayedPasses(Passes):
             self._prove_second(closure, recording, path)
         else:
             self._replayed(closure, recording)
+
+    def _check_capture(self, recording: Recording, path: Path) -> None:
+        """Refuse to capture a step that has to prove its path, or that takes another one than the steps before it."""
+        if not _is_capturing():
+            self._latest.append(recording.path)
+        elif path.proven < 2 or any(latest != recording.path for latest in self._latest):
+            raise CaptureError(
+                f"a step that is captured in a CUDA graph must take the path to {recording.cut!r} that the two steps "
+                f"before it took and proved, but takes a new one: take these steps without a graph"
+            )
 
     def _replayed(self, closure: Closure, recording: Recording) -> Any:
         try:
@@ -124,7 +139,7 @@ class ReplayedPasses(Passes):
         """Run a whole pass, and another that ends at the cut; compare loss and gradients of the suffix."""
         prefix = path.before.parameters
         self._keep_skipped()
-        result = Outcome.of(self._named, closure())
+        result = self._outcome(closure())
 
         def shorter() -> Any:
             with self.replay.first_pass(proof=True) as shortened:
@@ -158,16 +173,16 @@ class ReplayedPasses(Passes):
         self, closure: Closure, shorter: Closure, whole: Outcome | None, recording: Recording, but: Collection[str] = ()
     ) -> str:
         """Say in what a shorter pass differs from a whole one; nothing if it does not. The whole one is run last."""
-        rough, error = recording.autocast or _uses_tf32(self.replay.model), ""
+        rough, error = bool(recording.autocast) or _uses_tf32(self.replay.model), ""
         try:
             self._start_again()
             with self.replay.alone():
-                other = Outcome.of(self._named, shorter())
+                other = self._outcome(shorter())
         except Exception as exception:
             error = _shown(exception)
         if whole is None:
             with self.replay.alone():
-                whole = Outcome.of(self._named, self._whole(closure))
+                whole = self._outcome(self._whole(closure))
         if error:
             return error
         if but:
@@ -175,11 +190,19 @@ class ReplayedPasses(Passes):
         reason = difference(whole, other, rough=rough, but=but)
         if reason:
             with self.replay.alone():
-                again = Outcome.of(self._named, self._whole(closure))
+                again = self._outcome(self._whole(closure))
             if not is_repeatable(whole, again, rough=rough):
                 return "two whole passes differ: random numbers that torch does not know?"
             reason = difference(whole, other, rough=rough, but=but, noise=again)
         return reason
+
+    def _outcome(self, loss: Any) -> Outcome:
+        """Return what a pass has left, in buffers too: in those that are kept, because it may have moved them."""
+        assert self.model is not None
+        names = {module: name for name, module in self.model.named_modules()}
+        kept = [place for buffers in self._buffers for place in buffers.places if place.module in names]
+        buffers = {f"{names[module]}.{name}".lstrip("."): module._buffers.get(name) for module, name, _ in kept}
+        return Outcome.of(self._named, {name: b for name, b in buffers.items() if b is not None}, loss)
 
     def _conclude(self, path: Path, reason: str, what: str) -> None:
         if reason:
@@ -212,6 +235,10 @@ class ReplayedPasses(Passes):
         """Load what :meth:`state` returned; a resumed run proves its paths anew."""
         self.replay.forget_paths()
         self._prefix = list(state.get("prefix", []))
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _uses_tf32(model: nn.Module) -> bool:

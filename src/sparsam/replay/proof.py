@@ -2,7 +2,7 @@
 
 No rule about modules can foresee what Python code does beside calling them. So each new path through a model is proven
 before it is trusted. A whole pass and a replayed one start from the same weights, buffers and random numbers. They must
-end with the same loss, gradients and random numbers.
+end with the same loss, gradients, buffers and random numbers.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ class Outcome:
 
     loss: list[Tensor]
     grads: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
     random: RngState
 
     @classmethod
-    def of(cls, params: Mapping[str, Tensor], loss: Any) -> Outcome:
-        """Copy what a pass has left in gradients and torch's generators, and what it returned."""
+    def of(cls, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], loss: Any) -> Outcome:
+        """Copy what a pass has left in gradients, buffers and torch's generators, and what it returned."""
         leaves = [leaf for leaf in tree_leaves(loss) if isinstance(leaf, (Tensor, float))]
         return cls(
             [torch.as_tensor(leaf).detach().clone() for leaf in leaves],
             {name: None if p.grad is None else p.grad.detach().clone() for name, p in params.items()},
+            {name: buffer.detach().clone() for name, buffer in buffers.items()},
             get_rng_state({p.device for p in params.values()}),
         )
 
@@ -86,6 +88,11 @@ def difference(
             apart = _apart(grad, other.grads[name], rough, noise.grads[name] if noise else None)
             if apart:
                 return f"its gradient of {name!r} is another one ({apart})"
+    for name, buffer in one.buffers.items():
+        if name in other.buffers:  # a pass from the cut leaves those before it alone
+            apart = _apart(buffer, other.buffers[name], rough, noise.buffers.get(name) if noise else None)
+            if apart:
+                return f"its buffer {name!r} is another one ({apart})"
     return ""
 
 
@@ -129,6 +136,8 @@ def _apart(a: Tensor | None, b: Tensor | None, rough: bool, noise: Tensor | None
         return f"of shape {tuple(b.shape)}, not {tuple(a.shape)}"
     if a.layout != torch.strided or b.layout != torch.strided:
         a, b = a.to_dense(), b.to_dense()
+    if not a.is_floating_point():  # a counter, say
+        return "" if torch.equal(a, b) else "other values"
     length, apart = float(a.double().norm()), float((a.double() - b.double()).norm())
     allowed = _tolerance(a.dtype, rough) * length
     if noise is not None:

@@ -76,7 +76,7 @@ class Recording:
     between: set[Tensor] = field(default_factory=set)  # parameters that code between the modules has used
     path: tuple[Any, ...] = ()  # set where the cut is reached
     random: RngState = field(default_factory=dict)  # at the cut
-    autocast: bool = False  # at the cut
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()  # at the cut: devices that cast, and to what
     sums: list[Tensor] = field(default_factory=list)  # of the cut's input, to see whether its values stay
     crossed: list[bool] = field(default_factory=list)  # not empty if a gradient arrived before the cut
     outputs: list[Tensor] = field(default_factory=list)  # of the model
@@ -180,7 +180,11 @@ class Recorder:
         assert recording.input is not None and recording.arguments is not None
         args, kwargs = recording.input.value
         inputs = tensors_in(recording.input.value)
-        recording.autocast = any(torch.is_autocast_enabled(device.type) for device in recording.devices)
+        recording.autocast = tuple(
+            (kind, torch.get_autocast_dtype(kind))
+            for kind in sorted({device.type for device in recording.devices})
+            if torch.is_autocast_enabled(kind)
+        )
         recording.path = (
             plain_arguments(*recording.arguments.value),
             tuple((call.name, call.arguments) for call in recording.calls),

@@ -21,8 +21,8 @@ the recorded input.
 
 Each new *path* to the cut is proven first (:mod:`sparsam.replay.proof`), in its first two steps. A path is what can
 differ from step to step: the modules that are called, arguments that are no tensors, parameters that code between the
-modules uses. Whatever does not fit, or is not proven, is computed in full in the second pass: exact all the same, and
-one warning says why.
+modules uses, what is trained, and the dtype of autocast. Whatever does not fit, or is not proven, is computed in full
+in the second pass: exact all the same, and one warning says why.
 """
 
 from __future__ import annotations
