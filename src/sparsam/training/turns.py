@@ -148,6 +148,7 @@ def _take_turns(
                 turns.appendleft(_Turns(run, device, alone=at_once == 1, shared=shared))
                 if stopped:  # while it was being made
                     run.stop()
+                run = None  # it must be gone before the next one is made
             if not turns:
                 break
             try:
