@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sparsam.checks import check_choice, check_whole
 from sparsam.errors import UserValueError
-from sparsam.passes import eval_mode
+from sparsam.passes import call_model, eval_mode, model_arguments
 
 METHODS = ("exact", "signs")
 SIGNS_CHUNK = 32  # larger chunks cost less and are noisier; docs/fisher.md has the figures
@@ -76,7 +76,7 @@ def diagonal_fisher(
             if signs is not None:
                 gradients = _signed_gradient(model, loss_fn, params, x, y, signs[start:stop])
             elif chunk_size is None:
-                gradients = _gradient(_loss(loss_fn, _call(model, x), y), params)
+                gradients = _gradient(_loss(loss_fn, call_model(model, x), y), params)
             else:
                 gradients = _each_gradient(model, loss_fn, x, y)
             for sum_of_squares, g in zip(total, gradients, strict=True):
@@ -94,7 +94,7 @@ def _signed_gradient(
     model: nn.Module, loss_fn: Loss, params: Sequence[Tensor], x: Any, y: Any, signs: Tensor
 ) -> list[Tensor]:
     """Return the gradient of the sum of the chunk's losses, each multiplied by its sign."""
-    outputs = _call(model, x)
+    outputs = call_model(model, x)
     shape = tree_leaves(outputs)[0].shape
     if not shape or shape[0] != len(signs):
         raise UserValueError(
@@ -111,7 +111,7 @@ def _each_gradient(model: nn.Module, loss_fn: Loss, x: Any, y: Any) -> list[Tens
 
     def sample_loss(weights: dict[str, Tensor], x: Any, y: Any) -> Tensor:
         x, y = tree_map_only(Tensor, lambda t: t.unsqueeze(0), (x, y))
-        args, kwargs = _arguments(x)
+        args, kwargs = model_arguments(x)
         return _loss(loss_fn, functional_call(model, weights, args, kwargs), y)
 
     return list(vmap(grad(sample_loss), in_dims=(None, 0, 0))(trainable, x, y).values())
@@ -124,17 +124,6 @@ def _gradient(loss: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
 
 def _loss(loss_fn: Loss, outputs: Any, targets: Any) -> Tensor:
     return loss_fn(outputs, targets).sum()
-
-
-def _call(model: nn.Module, x: Any) -> Any:
-    args, kwargs = _arguments(x)
-    return model(*args, **kwargs)
-
-
-def _arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(x, dict):
-        return (), x
-    return (tuple(x) if isinstance(x, (tuple, list)) else (x,)), {}
 
 
 def _slice(tree: Any, start: int, stop: int) -> Any:
