@@ -20,6 +20,7 @@ from sparsam.replay import Cut, find_cuts
 from sparsam.rho import ConstantRho, CosineRho, InverseSqrtRho, ProportionalRho
 from sparsam.sam import SAM
 from sparsam.schedules import EveryNth, EveryStep, LastSteps, Schedule
+from sparsam.thrifty import thrifty
 
 __all__ = [
     "SAM",
@@ -49,4 +50,5 @@ __all__ = [
     "__version__",
     "diagonal_fisher",
     "find_cuts",
+    "thrifty",
 ]
