@@ -98,7 +98,7 @@ def wait_for(condition):
         time.sleep(0.005)
 
 
-SWEEP = [pytest.param(m, marks=() if m == "ssam-c" else pytest.mark.slow) for m in METHODS]
+SWEEP = [pytest.param(m, marks=() if m == "thrifty" else pytest.mark.slow) for m in METHODS]
 
 
 @pytest.mark.parametrize("method", SWEEP)

@@ -86,7 +86,7 @@ def test_more_steps_than_the_epochs_have_are_not_taken(tmp_path):
 
 def test_a_smoke_run_that_dies_is_continued_to_the_same_end(tmp_path, monkeypatch):
     settings = ["train.max_steps=15", "train.checkpoint_steps=1"]
-    train(recipe("ssam-c", *settings), tmp_path / "whole", device=CPU)
+    train(recipe("thrifty", *settings), tmp_path / "whole", device=CPU)
     step = Trainer._step
 
     def dies(self, x, y):
@@ -96,7 +96,7 @@ def test_a_smoke_run_that_dies_is_continued_to_the_same_end(tmp_path, monkeypatc
 
     monkeypatch.setattr(Trainer, "_step", dies)
     with pytest.raises(MemoryError):
-        train(recipe("ssam-c", *settings), tmp_path / "died", device=CPU)
+        train(recipe("thrifty", *settings), tmp_path / "died", device=CPU)
     monkeypatch.undo()
     resume(tmp_path / "died", device=CPU)
     assert same(final_weights(tmp_path / "whole"), final_weights(tmp_path / "died"))
