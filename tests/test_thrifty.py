@@ -46,8 +46,8 @@ def test_made_up_costs_are_those_that_were_asked_for():
 
 
 CHOSEN = {
-    "most weights in most steps": ({"budget": 1.15}, ("b", 0.25)),  # a: 1.0 · 0.15, b: 0.9 · 0.25, c: 0.5 · 0.3
-    "a smaller budget": ({"budget": 1.09}, ("c", 0.45)),  # a: 1.0 · 0.09, b: 0.9 · 0.15, c: 0.5 · 0.3
+    "most weights in most steps": ({"budget": 1.15}, ("b", 0.25)),  # a: √1.0 · 0.15, b: √0.9 · 0.25, c: √0.5 · 0.3
+    "a smaller budget": ({"budget": 1.09}, ("c", 0.45)),  # a: √1.0 · 0.09, b: √0.9 · 0.15, c: √0.5 · 0.3
     "a small budget: rather few steps than few weights": ({"budget": 1.01}, ("c", 0.05)),
     "a large budget": ({"budget": 1.3}, ("a", 0.3)),
     "a larger one goes into steps": ({"budget": 1.5}, ("a", 0.5)),
@@ -82,6 +82,11 @@ def test_steps_are_whole_and_never_cost_more():
             steps = total_steps - LastSteps(choice.fraction, total_steps).first
             assert steps == pytest.approx(choice.fraction * total_steps)
             assert choice.cost <= budget + 1e-9
+
+
+def test_late_cuts_only_where_there_is_nothing_else():
+    assert choose(counts(head=(1.3, 0.04)), total_steps=100).cut == "head"
+    assert choose(counts(a=(1.9, 0.05), head=(1.01, 0.04)), total_steps=100, budget=1.02).cut == "a"
 
 
 def test_of_two_alike_the_earlier_is_taken():

@@ -8,10 +8,11 @@ follows a cut, and nothing before the cut is computed twice. If a step from the 
 so a budget B buys the fraction q = (B - 1) / (c - 1). An earlier cut perturbs more of the weights, but in fewer steps.
 Thrifty takes the cut with the largest
 
-.. math::  \text{weights after the cut} \cdot \min(q,\ 0.3)
+.. math::  \sqrt{\text{weights after the cut}} \cdot \min(q,\ 0.3)
 
-since steps beyond the last 30 % bring less. The costs are counted (:mod:`sparsam.replay.counting`), so the choice
-depends on the model, the shape of its batch and the budget alone.
+so that twice the steps count more than twice the weights, and steps beyond the last 30 % do not count. Of the cuts,
+those that less than 5 % of the weights follow are left out. The costs are counted (:mod:`sparsam.replay.counting`), so
+the choice depends on the model, the shape of its batch and the budget alone.
 """
 
 from __future__ import annotations
@@ -161,7 +162,8 @@ def choose(
         )
     allowed = {c: cost for c, cost in costs.items() if cut in (None, c.name)}
     if fraction is None:
-        chosen = max(allowed, key=lambda c: c.weights * min(bought(budget, allowed[c]), ENOUGH_STEPS))
+        worthy = [c for c in allowed if c.weights >= FEW_WEIGHTS] or [*allowed]
+        chosen = max(worthy, key=lambda c: math.sqrt(c.weights) * min(bought(budget, allowed[c]), ENOUGH_STEPS))
         steps = math.floor(bought(budget, allowed[chosen]) * total_steps + 1e-6)
         if not steps:
             least = 1 + (allowed[chosen] - 1) / total_steps

@@ -238,16 +238,20 @@ def test_an_override_of_a_name_decides_what_has_a_meaning():
     assert relevant_overrides("digits-sam", ["colour=3"]) == ["colour=3"]  # which is then refused
 
 
-@pytest.mark.parametrize(
-    ("name", "images", "train"),
-    [("digits-thrifty", (1, 8, 10), 1200), ("cifar100-resnet18-thrifty", (3, 32, 100), 50_000)],
-)
-def test_thrifty_recipes_are_what_thrifty_chooses(name, images, train):
+THRIFTY = {  # channels, size and number of the images, and the classes
+    "digits-thrifty": (1, 8, 1200, 10),
+    "cifar100-resnet18-thrifty": (3, 32, 50_000, 100),
+    "cifar100-vit-thrifty": (3, 32, 50_000, 100),
+}
+
+
+@pytest.mark.parametrize("name", THRIFTY)
+def test_thrifty_recipes_are_what_thrifty_chooses(name):
     """A recipe names cut and fraction, so that a run can be repeated: those of a budget of 1.15."""
-    channels, size, classes = images
-    r = load_recipe(name)
+    r, (channels, size, images, classes) = load_recipe(name), THRIFTY[name]
     model = build_model(r.model.name, classes, channels=channels).to("meta")
     counts = count_costs(model, torch.empty(r.data.batch_size, channels, size, size, device="meta"))
-    choice = choose(counts, total_steps=r.train.epochs * (train // r.data.batch_size))
+    choice = choose(counts, total_steps=r.train.epochs * (images // r.data.batch_size))
     assert (r.method, r.mask.cut, r.sam.rho) == ("Thrifty SAM", choice.cut, RHO)
     assert r.schedule.fraction == pytest.approx(choice.fraction, abs=5e-4)
+    assert {n for n in packaged_recipes() if n.endswith("thrifty")} == THRIFTY.keys()

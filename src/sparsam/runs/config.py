@@ -52,12 +52,13 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The base optimizer. Its learning rate follows a cosine to 0."""
+    """The base optimizer. Its learning rate rises linearly for `warmup_epochs`, then it follows a cosine to 0."""
 
     name: str = one_of("sgd", OPTIMIZERS)
     lr: float = positive(0.05)
     momentum: float | None = share(0.9, names=("sgd",))
     weight_decay: float = not_negative(1e-3)
+    warmup_epochs: int = whole(0, 0)
 
 
 @dataclass(frozen=True)

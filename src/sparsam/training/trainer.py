@@ -167,9 +167,12 @@ class Trainer:
         return self.sam.schedule.ascent(step, self.sam.ascent) if self.sam else None
 
     def _lr(self, batch: int) -> float:
-        """Return the learning rate of a batch of this epoch: a cosine from the first step of the run to 0."""
-        done = self.epoch * self.loader.steps + batch
-        return self.recipe.optimizer.lr * (1 + math.cos(math.pi * done / self.total_steps)) / 2
+        """Return the learning rate of a batch of this epoch: a line up, then a cosine to 0 at the end of the run."""
+        settings, done = self.recipe.optimizer, self.epoch * self.loader.steps + batch
+        warm_up = settings.warmup_epochs * self.loader.steps
+        if done < warm_up:
+            return settings.lr * (done + 1) / warm_up
+        return settings.lr * (1 + math.cos(math.pi * (done - warm_up) / (self.total_steps - warm_up))) / 2
 
     def _set_lr(self) -> None:
         for group in self.opt.param_groups:
