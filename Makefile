@@ -22,8 +22,8 @@ DEMO := --seeds 3 --sharpness 0.1 --samples 500 --output runs/demo
 demo: $(READY)  ## train a small network on embedded data with SGD, SAM and sparse SAM, and compare
 	rm -rf runs/demo
 	$(BIN)/sparsam compare digits-sam digits-ssam-f $(DEMO) --rounds 0 >/dev/null 2>&1 & \
-		$(BIN)/sparsam compare digits-sgd digits-ssam-d digits-ssam-c $(DEMO) --rounds 0 >/dev/null; wait
-	$(BIN)/sparsam compare digits-sgd digits-sam digits-ssam-f digits-ssam-d digits-ssam-c $(DEMO)
+		$(BIN)/sparsam compare digits-sgd digits-ssam-d digits-thrifty $(DEMO) --rounds 0 >/dev/null; wait
+	$(BIN)/sparsam compare digits-sgd digits-sam digits-ssam-f digits-ssam-d digits-thrifty $(DEMO)
 
 test: $(READY)  ## all tests that need neither a GPU nor many minutes
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not slow'

@@ -261,7 +261,7 @@ def test_fp16_with_grad_scaler_overflows_and_recovers():
         assert F.cross_entropy(t.model(t.x), t.y) < 1.0
 
 
-@pytest.mark.parametrize("method", ["sgd", "sam", "ssam-f", "ssam-d", "ssam-c"])
+@pytest.mark.parametrize("method", ["sgd", "sam", "ssam-f", "ssam-d", "ssam-c", "thrifty"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_training_in_a_graph_has_the_same_numbers_as_eager(tmp_path, method, precision):
     from sparsam.training import load_recipe, train

@@ -46,6 +46,60 @@ def test_signs_equal_brute_force(chunk_size):
     assert_same(got, signs_fisher(t.model, F.cross_entropy, t.x, t.y, signs, chunk_size or 32))
 
 
+def looks_into_its_tensors(outputs, targets):
+    return F.cross_entropy(outputs, targets) * (2 if targets.item() == 1 else 1)
+
+
+def calls_numpy(outputs, targets):
+    weight = float(targets.numpy()[0] == 1) + 1
+    return F.cross_entropy(outputs, targets) * weight
+
+
+def sees_one_sample(outputs, targets):
+    assert len(outputs) == len(targets) == 1
+    return F.cross_entropy(outputs, targets, reduction="none") * (1 + (targets == 1))
+
+
+@pytest.mark.parametrize(
+    ("loss", "calls"),
+    [(F.cross_entropy, 2), (sees_one_sample, 2), (looks_into_its_tensors, 41), (calls_numpy, 41)],
+)
+def test_losses_of_a_chunk_are_computed_at_once(loss, calls):
+    """40 samples in two chunks: two calls, or one that fails and then one for each sample."""
+    t, called = trained_task(samples=40), []
+
+    def loss_fn(outputs, targets):
+        called.append(1)
+        return loss(outputs, targets)
+
+    options = {"method": "signs", "generator": torch.Generator().manual_seed(3)}
+    got = diagonal_fisher(t.model, loss_fn, t.x, t.y, **options)
+    assert len(called) == calls
+    signs = (torch.randint(0, 2, (40,), generator=torch.Generator().manual_seed(3)) * 2 - 1).tolist()
+    assert_same(got, signs_fisher(t.model, lambda o, y: loss(o, y).sum(), t.x, t.y, signs, 32))
+
+
+def test_a_loss_of_nested_outputs_and_targets():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 4).double()
+
+        def forward(self, x):
+            h = self.linear(x)
+            return {"classes": h[:, :3], "value": h[:, 3], "scale": 2.0}
+
+    def loss(outputs, targets):
+        value = F.mse_loss(outputs["value"], targets[1])
+        return F.cross_entropy(outputs["classes"], targets[0]) + outputs["scale"] * value
+
+    model, x = Two(), torch.randn(6, 3, dtype=torch.float64)
+    y = torch.randint(0, 3, (6,)), torch.randn(6, dtype=torch.float64)
+    exact = diagonal_fisher(model, loss, x, y)
+    for a, b in zip(diagonal_fisher(model, loss, x, y, method="signs", chunk_size=1), exact, strict=True):
+        torch.testing.assert_close(a, b, **TOLERANCE)
+
+
 def test_signs_are_exact_for_single_samples():
     t = trained_task()
     exact = diagonal_fisher(t.model, F.cross_entropy, t.x, t.y)
@@ -105,7 +159,7 @@ def test_signs_without_generator_differ_from_call_to_call_and_follow_the_global_
 @pytest.mark.parametrize("method", ["exact", "signs"])
 @pytest.mark.parametrize("fails", [False, True])
 def test_nothing_is_disturbed(method, fails):
-    t = trained_task(dropout=0.5)
+    t = trained_task(dropout=0.5, samples=100)  # more than three chunks
     t.model[4].eval()  # a layer whose mode the user has set
     for p in t.model.parameters():
         p.grad = torch.full_like(p, 3.0)
@@ -115,7 +169,7 @@ def test_nothing_is_disturbed(method, fails):
 
     def loss_fn(outputs, targets):
         calls.append(t.model.training)
-        if fails and len(calls) == 3:
+        if fails and len(calls) >= 3:
             raise ZeroDivisionError
         return F.cross_entropy(outputs, targets)
 

@@ -18,11 +18,11 @@ LAYERS = [  # of the core: each may import itself and what stands above it here
     ("settings", "checks", "randomness"),
     ("selection", "perturbation"),
     ("passes",),
-    ("fisher", "replay", "distributed"),
+    ("fisher", "replay", "batchnorm", "distributed"),
     ("masks", "ascents", "rho"),
     ("schedules",),
     ("sam",),
-    ("cuda_graph",),
+    ("thrifty", "cuda_graph"),
     ("__init__",),
 ]
 CORE = set().union(*LAYERS)

@@ -3,6 +3,7 @@
 __version__ = "0.1.0"
 
 from sparsam.ascents import Ascent, FriendlyAscent, GradientAscent, MomentumAscent
+from sparsam.batchnorm import refresh_batchnorm
 from sparsam.cuda_graph import CapturedStep
 from sparsam.fisher import diagonal_fisher
 from sparsam.masks import (
@@ -20,6 +21,7 @@ from sparsam.replay import Cut, find_cuts
 from sparsam.rho import ConstantRho, CosineRho, InverseSqrtRho, ProportionalRho
 from sparsam.sam import SAM
 from sparsam.schedules import EveryNth, EveryStep, LastSteps, Schedule
+from sparsam.thrifty import thrifty
 
 __all__ = [
     "SAM",
@@ -49,4 +51,6 @@ __all__ = [
     "__version__",
     "diagonal_fisher",
     "find_cuts",
+    "refresh_batchnorm",
+    "thrifty",
 ]

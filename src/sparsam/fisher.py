@@ -15,17 +15,18 @@ are afterwards what they were.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from sparsam.checks import check_choice, check_whole
 from sparsam.errors import UserValueError
-from sparsam.passes import eval_mode
+from sparsam.passes import call_model, eval_mode, model_arguments
 
 METHODS = ("exact", "signs")
 SIGNS_CHUNK = 32  # larger chunks cost less and are noisier; docs/fisher.md has the figures
@@ -49,7 +50,7 @@ def diagonal_fisher(
 
     Args:
         model: Any module; `model(inputs)` is called (`model(*inputs)` for a tuple, `model(**inputs)` for a dict).
-        loss_fn: `loss_fn(outputs, targets)`, called for one sample at a time, so that it may be mean-reduced.
+        loss_fn: `loss_fn(outputs, targets)`, which sees one sample at a time, so that it may be mean-reduced.
         inputs: A tensor whose first dimension is the sample, or a tuple or dict of such tensors.
         targets: The same for the targets.
         method: "exact" or "signs", see the module's text.
@@ -67,20 +68,20 @@ def diagonal_fisher(
         raise UserValueError("model has no parameter that requires a gradient, so it has no Fisher information")
 
     chunk = chunk_size or (SIGNS_CHUNK if method == "signs" else 1)
-    signs = _random_signs(samples, generator) if method == "signs" else None
+    signs = _random_signs(samples, generator).to(params[0].device) if method == "signs" else None
+    losses = _Losses(loss_fn)
     total = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in params]
     with eval_mode(model), torch.enable_grad():
         for start in range(0, samples, chunk):
             stop = min(start + chunk, samples)
             x, y = _slice((inputs, targets), start, stop)
             if signs is not None:
-                gradients = _signed_gradient(model, loss_fn, params, x, y, signs[start:stop])
+                _add_squares(total, _signed_gradient(model, losses, params, x, y, signs[start:stop]))
             elif chunk_size is None:
-                gradients = _gradient(_loss(loss_fn, _call(model, x), y), params)
+                _add_squares(total, _gradient(_loss(loss_fn, call_model(model, x), y), params))
             else:
-                gradients = _each_gradient(model, loss_fn, x, y)
-            for sum_of_squares, g in zip(total, gradients, strict=True):
-                sum_of_squares += g.to(sum_of_squares.dtype).square().sum(0)
+                for sum_of_squares, g in zip(total, _each_gradient(model, loss_fn, x, y), strict=True):
+                    sum_of_squares += g.to(sum_of_squares.dtype).square().sum(0)
     torch._foreach_div_(total, samples)
     return total
 
@@ -90,18 +91,55 @@ def _random_signs(count: int, generator: torch.Generator | None) -> Tensor:
     return torch.randint(0, 2, (count,), generator=generator, device=device) * 2 - 1
 
 
+class _Losses:
+    """The loss of each sample: of a chunk at once, through vmap; one by one if the loss does not allow that."""
+
+    def __init__(self, loss_fn: Loss) -> None:
+        self.loss_fn = loss_fn
+        self.at_once = True
+
+    def __call__(self, outputs: Any, targets: Any, count: int) -> Tensor:
+        """Return `count` losses."""
+        if self.at_once:
+            try:
+                return self._batched(outputs, targets)
+            except Exception:  # it looks into its tensors, draws random numbers, ...; what is wrong with it comes again
+                self.at_once = False
+        samples = (_slice((outputs, targets), i, i + 1) for i in range(count))
+        return torch.stack([_loss(self.loss_fn, *sample) for sample in samples])
+
+    def _batched(self, outputs: Any, targets: Any) -> Tensor:
+        leaves, spec = tree_flatten((outputs, targets))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+        def sample_loss(*tensors: Tensor) -> Tensor:
+            sample = list(leaves)
+            for i, t in zip(places, tensors, strict=True):
+                sample[i] = t.unsqueeze(0)
+            return _loss(self.loss_fn, *tree_unflatten(sample, spec))
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
+            return vmap(sample_loss)(*(leaves[i] for i in places))
+
+
+def _add_squares(total: list[Tensor], gradients: list[Tensor]) -> None:
+    wide = [g.to(t.dtype) for t, g in zip(total, gradients, strict=True)]
+    torch._foreach_addcmul_(total, wide, wide)
+
+
 def _signed_gradient(
-    model: nn.Module, loss_fn: Loss, params: Sequence[Tensor], x: Any, y: Any, signs: Tensor
+    model: nn.Module, losses_of: _Losses, params: Sequence[Tensor], x: Any, y: Any, signs: Tensor
 ) -> list[Tensor]:
     """Return the gradient of the sum of the chunk's losses, each multiplied by its sign."""
-    outputs = _call(model, x)
+    outputs = call_model(model, x)
     shape = tree_leaves(outputs)[0].shape
     if not shape or shape[0] != len(signs):
         raise UserValueError(
             f"method='signs' needs one output row for each sample, but {len(signs)} samples gave an output of shape "
             f"{tuple(shape)}; method='exact' does without"
         )
-    losses = torch.stack([_loss(loss_fn, *_slice((outputs, y), i, i + 1)) for i in range(len(signs))])
+    losses = losses_of(outputs, y, len(signs))
     return _gradient((losses * signs.to(losses.device)).sum(), params)
 
 
@@ -111,30 +149,18 @@ def _each_gradient(model: nn.Module, loss_fn: Loss, x: Any, y: Any) -> list[Tens
 
     def sample_loss(weights: dict[str, Tensor], x: Any, y: Any) -> Tensor:
         x, y = tree_map_only(Tensor, lambda t: t.unsqueeze(0), (x, y))
-        args, kwargs = _arguments(x)
+        args, kwargs = model_arguments(x)
         return _loss(loss_fn, functional_call(model, weights, args, kwargs), y)
 
     return list(vmap(grad(sample_loss), in_dims=(None, 0, 0))(trainable, x, y).values())
 
 
 def _gradient(loss: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
-    """Return one gradient, with a first dimension of size 1."""
-    return [g[None] for g in torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True)]
+    return list(torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True))
 
 
 def _loss(loss_fn: Loss, outputs: Any, targets: Any) -> Tensor:
     return loss_fn(outputs, targets).sum()
-
-
-def _call(model: nn.Module, x: Any) -> Any:
-    args, kwargs = _arguments(x)
-    return model(*args, **kwargs)
-
-
-def _arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(x, dict):
-        return (), x
-    return (tuple(x) if isinstance(x, (tuple, list)) else (x,)), {}
 
 
 def _slice(tree: Any, start: int, stop: int) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeGuard
 
@@ -208,6 +208,19 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
         finally:
             for module, training in modes:
                 module.training = training
+
+
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """Return `model(inputs)`; `model(*inputs)` for a tuple or a list, `model(**inputs)` for a dict."""
+    args, kwargs = model_arguments(inputs)
+    return model(*args, **kwargs)
+
+
+def model_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and the named arguments that inputs stand for."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
 
 
 def is_compiled(module: nn.Module) -> bool:

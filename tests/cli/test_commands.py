@@ -20,12 +20,12 @@ from commands import ROOT, invoke, sparsam
 from sparsam.runs.library import packaged_recipes
 
 QUICK = ["--set", "train.epochs=2", "--set", "train.deterministic=true", "--device", "cpu"]
-RECIPES = [f"digits-{method}" for method in ("sgd", "sam", "ssam-f", "ssam-d", "ssam-c")]
+RECIPES = [f"digits-{method}" for method in ("sgd", "sam", "ssam-f", "ssam-d", "thrifty")]
 
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    """SGD, SAM, SSAM-F, SSAM-D and SSAM-C on the digits, two seeds each."""
+    """SGD, SAM, SSAM-F, SSAM-D and thrifty SAM on the digits, two seeds each."""
     output = tmp_path_factory.mktemp("compare")
     done = sparsam("compare", *RECIPES, "--seeds", 2, "--rounds", 3, "--output", output, *QUICK)
     return output, done.stdout
@@ -42,7 +42,7 @@ def test_compare_prints_the_runs_numbers(compared):
         ("digits-sam", "SAM", "2.00×"),
         ("digits-ssam-f", "SSAM-F", "1.65×"),
         ("digits-ssam-d", "SSAM-D", "1.65×"),
-        ("digits-ssam-c", "SSAM-C", "1.48×"),  # half of the steps; their two passes perturb 93.8 % of the weights
+        ("digits-thrifty", "Thrifty", "1.31×"),  # 9 of 24 steps; their two passes perturb 75.1 % of the weights
     ]:
         accuracies = [100 * s["test_accuracy"] for s in summaries(output, name)]
         line = next(line for line in text.splitlines() if line.split()[:1] == [method])
@@ -114,7 +114,7 @@ def test_the_page_of_a_real_comparison(compared, chromium, tmp_path):
     for name in ("digits-sgd", "digits-ssam-f"):
         accuracies = [100 * s["test_accuracy"] for s in summaries(output, name)]
         assert any(f"{fmean(accuracies):.2f} ± {stdev(accuracies):.2f}" in row for row in cells)
-    assert page.text("#masks h3") == ["SSAM-F", "SSAM-D", "SSAM-C"]
+    assert page.text("#masks h3") == ["SSAM-F", "SSAM-D", "Thrifty SAM"]
     page.all("#legend button")[0].click()
     page.screenshot(tmp_path / "page.png")
     assert page.problems() == []

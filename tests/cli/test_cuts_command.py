@@ -1,4 +1,4 @@
-"""`sparsam cuts`, as a user types it: names and shares of the weights, never a time."""
+"""`sparsam cuts`, as a user types it: names, shares of the weights and what is counted, never a time."""
 
 from __future__ import annotations
 
@@ -15,18 +15,32 @@ from sparsam.data.cifar import LAYOUTS
 from sparsam.errors import UserError
 from sparsam.models import build_model
 from sparsam.replay.costs import cut_costs
+from sparsam.replay.counting import count_costs
 from sparsam.replay.cuts import Cut
+from sparsam.thrifty import FRIENDLY, bought, choose
 
 SMALL = ["--batch-size", 2, "--image-size", 16, "--device", "cpu"]
-ROW = re.compile(r"^ (\S+) +(\d+\.\d\d) +(\d+\.\d) +(\d\.\d\d)(?: +← budget (\S+))? *$", re.M)
-
-
-COSTS = {Cut("layer3", 0.9, 0.5): 1.6, Cut("layer4", 0.5, 0.2): 1.3, Cut("head", 0.1, 0.1): 1.1}
+ROW = re.compile(r"^ (\S+) +(\d+\.\d\d) +(\d\.\d\d) +(\d\.\d\d) +(\d+\.\d)(?: +(← thrifty))? *$", re.M)
 
 
 def rows(text):
-    """The table: name, weights after, pass after, step, and the mark."""
+    """The table: name, weights after, step counted, step measured, steps that the budget buys, and the mark."""
     return [row.groups() for row in ROW.finditer(text)]
+
+
+def made_up(measured):
+    """Costs of resnet-small as they are counted, and as they might have been measured."""
+    counts = count_costs(build_model("resnet-small", 10), torch.ones(64, 3, 16, 16))
+    counted = {cut.name: cost for cut, cost in counts.costs(FRIENDLY).items()}
+    return cuts.Costs({Cut(c.name, c.weights, 0.5): counted[c.name] + measured for c in counts.cuts}, counts), counted
+
+
+def shown(capsys, measured=0.0, budget=1.15, recipe="resnet-small"):
+    """Show made-up costs; return the text, and what is counted."""
+    settings, images = cuts.load(str(recipe), batch_size=None, precision=None)
+    costs, counted = made_up(measured)
+    cuts.show(settings, images, costs, torch.device("cpu"), budget)
+    return capsys.readouterr().out, counted
 
 
 def weights_from(model, cut):
@@ -42,16 +56,19 @@ def test_lists_the_cuts_with_their_weights():
     blocks = [f"layer{i}{block}" for i in range(1, 5) for block in ("", ".1")]
     assert [row[0] for row in table] == ["stem", "stem.1", *blocks, "head.2"]  # earliest first
     model = build_model("resnet18", 10)
-    for name, weights, after, step, mark in table:
+    counts = count_costs(model, torch.ones(2, 3, 16, 16))
+    costs = {cut.name: cost for cut, cost in counts.costs(FRIENDLY).items()}
+    for name, weights, counted, measured, buys, _ in table:
         assert weights == f"{weights_from(model, name):.2f}"
-        assert float(step) >= 1
-        assert 0 < float(after) <= 100
-        assert mark is None
+        assert counted == f"{costs[name]:.2f}"
+        assert float(measured) >= 1
+        assert buys == f"{100 * min(1, 0.15 / (costs[name] - 1)):.1f}"
+    assert [row[0] for row in table if row[5]] == [choose(counts, total_steps=10**6).cut]
     words = " ".join(text.split())
     assert "median of 3 timed passes" in words
     assert "2 random images of 3×16×16, 10 classes, fp32" in words
     assert f"torch {torch.__version__}" in words
-    assert "Step: cost relative to one SGD step" in words
+    assert "Step: cost of an F-SAM step relative to one SGD step" in words
     assert re.search(r", (1 thread|\d+ threads);", words)
     assert re.search(r'SuffixMask\(model, cut="(stem|layer|head)[.0-9]*"\)', text)
 
@@ -76,51 +93,45 @@ def test_the_shapes_of_data_that_are_not_opened():
     assert (recipe.data.batch_size, recipe.model.stem, images) == (256, "imagenet", (3, 224, 1000))
 
 
-def test_a_budget_marks_the_earliest_cut_that_fits():
-    text = invoke("cuts", "resnet-small", *SMALL, "--budget", 99).stdout  # whatever the times: everything fits
-    assert [(row[0], row[4]) for row in rows(text) if row[4]] == [("stem", "99")]
-    assert 'SuffixMask(model, cut="stem")' in text
+@pytest.mark.parametrize("budget", [1.1, 1.15, 1.4, 3.0])
+def test_a_budget_marks_what_thrifty_chooses(capsys, budget):
+    text, counted = shown(capsys, budget=budget)
+    choice = choose(made_up(0.0)[0].counts, total_steps=10**6, budget=budget)
+    assert [row[0] for row in rows(text) if row[5]] == [choice.cut]
+    assert [row[4] for row in rows(text)] == [f"{100 * bought(budget, cost):.1f}" for cost in counted.values()]
+    words = " ".join(text.split())
+    assert f"With a budget of {budget:g} base steps thrifty SAM perturbs what follows {choice.cut}," in words
+    assert f"in the last {100 * choice.fraction:.3g} % of the steps: thrifty(model," in words
+    assert f'SuffixMask(model, cut="{choice.cut}")' in text
 
 
-@pytest.mark.parametrize(("budget", "expected"), [(1.6, "layer3"), (1.3, "layer4"), (1.29, "head")])
-def test_a_budget_is_held_against_the_costs(capsys, budget, expected):
-    recipe, images = cuts.load("plain", batch_size=None, precision=None)
-    cuts.show(recipe, images, COSTS, torch.device("cpu"), budget=budget)
-    assert [row[0] for row in rows(capsys.readouterr().out) if row[4]] == [expected]
+def test_the_budget_can_be_given():
+    text = invoke("cuts", "resnet-small", *SMALL, "--budget", 99).stdout  # everything fits
+    assert [(row[0], row[4]) for row in rows(text) if row[5]] == [("stem", "100.0")]
 
 
-@pytest.mark.parametrize(
-    ("settings", "budget", "example"),
-    [
-        ("", None, "layer3"),  # which costs about what layer2 of a ResNet-18 does
-        ('[mask]\nname = "suffix"\ncut = "head"\n', None, "head"),  # the recipe's own
-        ('[mask]\nname = "suffix"\ncut = "head"\n', 1.4, "layer4"),
-    ],
-)
-def test_the_example_is_the_cut_of_the_budget_or_of_the_recipe(capsys, tmp_path, settings, budget, example):
+@pytest.mark.parametrize(("measured", "remark"), [(0.09, False), (-0.09, False), (0.11, True), (-0.11, True)])
+def test_counted_and_measured_costs_that_differ_by_a_tenth_get_a_remark(capsys, measured, remark):
+    text, counted = shown(capsys, measured)
+    assert ("Counted and measured differ by more than a tenth" in text) == remark
+    assert (f"layer2 ({-measured:+.2f})" in text) == remark
+    assert [row[3] for row in rows(text)] == [f"{cost + measured:.2f}" for cost in counted.values()]
+
+
+def test_the_example_is_the_cut_of_the_recipe(capsys, tmp_path):
     file = tmp_path / "own.toml"
-    file.write_text(settings)
-    recipe, images = cuts.load(str(file), batch_size=None, precision=None)
-    cuts.show(recipe, images, COSTS, torch.device("cpu"), budget=budget)
-    assert f'SuffixMask(model, cut="{example}")' in capsys.readouterr().out
-
-
-def test_a_budget_that_nothing_fits_is_refused_below_the_table():
-    done = invoke("cuts", "resnet-small", *SMALL, "--budget", 1.0000001, code=1)
-    assert re.search(
-        "error: budget must be at least 1.*, the cost of a step from the cheapest cut, 'head.2'", done.stderr
-    )
-    assert len(rows(done.stdout)) == 6
-    assert "←" not in done.stdout
+    file.write_text('[mask]\nname = "suffix"\ncut = "head"\n')
+    assert 'SuffixMask(model, cut="head")' in shown(capsys, recipe=file)[0]
 
 
 def test_a_network_without_a_cut():
     model = nn.Linear(4, 2)
     base = torch.optim.SGD(model.parameters())
-    costs = cut_costs(model, lambda: model(torch.ones(3, 4)).sum().backward(), base)
+    x = torch.ones(3, 4)
+    costs = cuts.Costs(cut_costs(model, lambda: model(x).sum().backward(), base), count_costs(model, x))
     recipe, images = cuts.load("plain", batch_size=None, precision=None)
     with pytest.raises(ValueError, match="plain has no cut: nothing of a step could be left out"):
-        cuts.show(recipe, images, costs, torch.device("cpu"))
+        cuts.show(recipe, images, costs, torch.device("cpu"), 1.15)
 
 
 REFUSED = [
@@ -129,11 +140,11 @@ REFUSED = [
     (["resnet18", "--precision", "fp8"], "error: train.precision must be one of fp32, bf16, fp16, but is 'fp8'"),
     (
         ["resnet18", "--budget", "1"],
-        "error: budget must be a number above 1, what the base step alone costs, but is 1.0",
+        "error: budget must be a number above 1, what the base optimizer alone costs, but is 1.0",
     ),
     (
         ["resnet18", "--budget", "nan"],
-        "error: budget must be a number above 1, what the base step alone costs, but is nan",
+        "error: budget must be a number above 1, what the base optimizer alone costs, but is nan",
     ),
     (["vgg11-bn", "--image-size", "16"], "error: vgg11-bn could not take 2 random images of 3×16×16: "),
 ]

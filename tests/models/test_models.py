@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from sparsam.models import NAMES, STEMS, build_model
 from sparsam.models.resnet import BasicBlock, Bottleneck, ResNet
+from sparsam.models.vit import ViT
 from sparsam.models.wide_resnet import WideBlock, WideResNet
 
 
@@ -42,6 +43,7 @@ def count(model: nn.Module) -> int:
         ("wrn-16-8", "cifar", 10, 10_961_370),
         ("wrn-40-2", "cifar", 10, 2_243_546),
         ("vgg11-bn", "cifar", 10, 28_149_514),
+        ("vit-cifar", "cifar", 100, 6_373_220),
         ("resnet18", "imagenet", 1000, 11_689_512),
         ("resnet34", "imagenet", 1000, 21_797_672),
         ("resnet50", "imagenet", 1000, 25_557_032),
@@ -147,7 +149,7 @@ def test_what_the_stages_put_out(name, stem, size, stages):
     assert x.shape == (2, 11)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnet-small", "wrn-10-2", "vgg11-bn"])
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnet-small", "wrn-10-2", "vgg11-bn", "vit-cifar"])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_channels(name, channels):
     x = torch.empty(2, channels, 32, 32, device="meta")
@@ -157,7 +159,7 @@ def test_channels(name, channels):
 # Arithmetic
 
 
-@pytest.mark.parametrize("name", ["resnet-small", "resnet18", "wrn-10-1", "vgg11-bn"])
+@pytest.mark.parametrize("name", ["resnet-small", "resnet18", "wrn-10-1", "vgg11-bn", "vit-cifar"])
 def test_stages_form_a_chain(name):
     model = build_model(name, 10).eval()
     x = torch.randn(2, 3, 32, 32)
@@ -168,10 +170,10 @@ def test_stages_form_a_chain(name):
         assert model(x).equal(h)
 
 
-@pytest.mark.parametrize("name", ["resnet-small", "wrn-10-1"])
+@pytest.mark.parametrize("name", ["resnet-small", "wrn-10-1", "vit-cifar"])
 def test_every_parameter_is_used(name):
     model = build_model(name, 10)
-    F.cross_entropy(model(torch.randn(4, 3, 16, 16)), torch.arange(4)).backward()
+    F.cross_entropy(model(torch.randn(4, 3, 32, 32)), torch.arange(4)).backward()
     assert all(p.grad is not None and p.grad.any() for p in model.parameters())
 
 
@@ -212,6 +214,35 @@ def test_wide_block(inputs, stride):
     h = conv(normal(conv(active, block.conv1, stride)).relu(), block.conv2)
     short = x if inputs == 8 and stride == 1 else conv(active, block.shortcut, stride)
     torch.testing.assert_close(block(x), h + short)
+
+
+def test_vit_by_hand():
+    """Patches row by row, then for each block softmax(q kᵀ / √d) v by heads and a hidden layer, both pre-norm."""
+    model = ViT(5, channels=2, image_size=8, patch_size=4, width=6, depth=2, heads=3).double()
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.3)
+    x = torch.randn(3, 2, 8, 8, dtype=torch.float64)
+    patches = [x[:, :, i : i + 4, k : k + 4].reshape(3, -1) for i in (0, 4) for k in (0, 4)]
+    h = F.linear(torch.stack(patches, 1), model.stem.projection.weight.reshape(6, -1), model.stem.projection.bias)
+    h = h + model.stem.position
+    for block in model.blocks:
+        q, k, v = F.linear(block.norm1(h), block.attention.inputs.weight, block.attention.inputs.bias).split(6, -1)
+        heads = []
+        for i in range(0, 6, 2):
+            scores = q[..., i : i + 2] @ k[..., i : i + 2].transpose(1, 2) / math.sqrt(2)
+            heads.append(scores.softmax(-1) @ v[..., i : i + 2])
+        h = h + block.attention.outputs(torch.cat(heads, -1))
+        h = h + block.mlp[2](F.gelu(block.mlp[0](block.norm2(h))))
+    torch.testing.assert_close(model(x), model.head[2](model.head[0](h).mean(1)))
+
+
+def test_vit_starts_small():
+    model = build_model("vit-cifar", 10)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            assert module.weight.std().item() == pytest.approx(0.02, rel=0.1)
+            assert not module.bias.any()
+    assert model.stem.position.std().item() == pytest.approx(0.02, rel=0.1)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "wrn-16-4", "vgg11-bn"])
@@ -267,7 +298,12 @@ def test_a_wrong_width():
         build_model("wrn-28-0", 10)
 
 
-@pytest.mark.parametrize("name", ["wrn-28-10", "vgg11-bn"])
+def test_images_of_another_size():
+    with pytest.raises(ValueError, match=r"^images must be 32×32 for this network, but are 16×8$"):
+        empty("vit-cifar")(torch.empty(2, 3, 16, 8, device="meta"))
+
+
+@pytest.mark.parametrize("name", ["wrn-28-10", "vgg11-bn", "vit-cifar"])
 def test_a_stem_for_large_images_where_there_is_none(name):
     message = f"model {name!r} is for small images; where the stem is 'imagenet', take a ResNet"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):

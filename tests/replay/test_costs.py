@@ -1,70 +1,13 @@
-"""What a step costs from each cut, and which cut a budget allows."""
+"""What a step from each cut takes."""
 
 from __future__ import annotations
-
-import math
-import re
 
 import pytest
 import torch
 from replay_models import BASE, CASES, closure_of, differences, snapshot
 
-from sparsam.replay import choose_cut, cut_costs
+from sparsam.replay import cut_costs
 from sparsam.replay.clock import Clock
-
-COSTS = {"a": 1.9, "b": 1.5, "c": 1.2, "d": 1.05}
-UNEVEN = {"a": 1.3, "b": 1.4, "c": 1.2}
-
-
-@pytest.mark.parametrize(
-    ("costs", "budget", "cut"),
-    [
-        (COSTS, 9.0, "a"),
-        (COSTS, 1.9, "a"),
-        (COSTS, 1.89, "b"),
-        (COSTS, 1.5, "b"),
-        (COSTS, 1.2, "c"),
-        (COSTS, 1.05, "d"),
-        (UNEVEN, 1.35, "a"),
-        (UNEVEN, 1.25, "c"),
-    ],
-)
-def test_the_earliest_cut_that_fits_is_chosen(costs, budget, cut):
-    assert choose_cut(costs, budget) == cut
-
-
-ABOVE_ONE = "budget must be a number above 1, what the base step alone costs, but is "
-REFUSED = {
-    "too little": (
-        COSTS,
-        1.01,
-        "budget must be at least 1.05, the cost of a step from the cheapest cut, 'd', but is 1.01",
-    ),
-    "too little, uneven": (
-        {"a": 1.1, "b": 1.4},
-        1.05,
-        "budget must be at least 1.1, the cost of a step from the cheapest cut, 'a', but is 1.05",
-    ),
-    "no cut": (
-        {},
-        1.9,
-        "the model has no cut that can be seen: nothing of a step could be left out (is it compiled as a whole? then "
-        "compile its blocks instead; does the closure run another model?)",
-    ),
-    "one": (COSTS, 1, ABOVE_ONE + "1"),
-    "below one": (COSTS, 0.5, ABOVE_ONE + "0.5"),
-    "no number": (COSTS, "1.2", ABOVE_ONE + "'1.2'"),
-    "not a number": (COSTS, math.nan, ABOVE_ONE + "nan"),
-    "no bound": (COSTS, math.inf, ABOVE_ONE + "inf"),
-    "true": (COSTS, True, ABOVE_ONE + "True"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused(name):
-    costs, budget, message = REFUSED[name]
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        choose_cut(costs, budget)
 
 
 class Script(Clock):

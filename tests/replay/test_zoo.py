@@ -196,6 +196,7 @@ ZOO = {
     "VGG-11": Entry(
         lambda: build_model("vgg11-bn", 10), "layer3", of_images, dtype=torch.float32, marks=pytest.mark.slow
     ),
+    "ViT, 4×4 patches": Entry(lambda: build_model("vit-cifar", 10), "blocks.4", of_images, dtype=torch.float32),
     "small ResNet": Entry(CASES["resnet"].make, "layer2", case("resnet")),
     "WRN-10-2": Entry(CASES["wrn-10-2"].make, "layer3", case("wrn-10-2")),
     "small VGG, ReLU in place": Entry(CASES["vgg"].make, "8", case("vgg")),

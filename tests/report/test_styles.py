@@ -21,8 +21,9 @@ def test_methods_of_the_table_differ():
     assert len(set(METHODS.values())) == len(METHODS)
     assert next(iter(METHODS)) == "SGD"
     assert set(CONVERGENCE_METHODS.values()) < METHODS.keys()
-    usual = [METHODS[name] for name in ("SGD", "SAM", "SSAM-F", "SSAM-D", "SSAM-C")]
-    assert len({look.colour for look in usual}) == len({look.dash for look in usual}) == 5
+    for last in ("SSAM-C", "Thrifty SAM"):
+        usual = [METHODS[name] for name in ("SGD", "SAM", "SSAM-F", "SSAM-D", last)]
+        assert len({look.colour for look in usual}) == len({look.dash for look in usual}) == 5
 
 
 @pytest.mark.parametrize("name", ["SGD", "SAM", "ASSAM-D", "mine", "<b>"])

@@ -6,10 +6,14 @@ import json
 import re
 
 import pytest
+import torch
 
+from sparsam.models import build_model
+from sparsam.replay import count_costs
 from sparsam.runs.library import PACKAGED, packaged_recipes
 from sparsam.runs.recipe import Recipe, load_recipe, recipe_from, relevant_overrides
 from sparsam.runs.schema import RecipeError
+from sparsam.thrifty import RHO, choose
 
 
 @pytest.mark.parametrize("name", packaged_recipes())
@@ -61,6 +65,13 @@ METHODS = {
     "SSAM, random": ["mask=random"],
     "SAM-ON": ["mask=norm"],
     "SSAM-C": ["mask=suffix", "mask.cut=layer2"],
+    "Thrifty SAM": [
+        "mask=suffix",
+        "mask.cut=layer2",
+        "ascent=friendly",
+        "schedule=last-steps",
+        "schedule.fraction=0.3",
+    ],
     "F-SAM": ["ascent=friendly"],
     "Momentum-SAM": ["ascent=momentum"],
     "ASSAM-F": ["mask=fisher", "sam.adaptive=true"],
@@ -225,3 +236,22 @@ def test_an_override_of_a_name_decides_what_has_a_meaning():
     assert relevant_overrides("digits-sam", ["mask.name=random", "mask.sparsity=0.9"]) == ["mask.name=random", "mask.sparsity=0.9"]  # fmt: skip
     assert relevant_overrides("digits-ssam-f", ["sam.enabled=false", "sam.rho=1"]) == ["sam.enabled=false"]
     assert relevant_overrides("digits-sam", ["colour=3"]) == ["colour=3"]  # which is then refused
+
+
+THRIFTY = {  # channels, size and number of the images, and the classes
+    "digits-thrifty": (1, 8, 1200, 10),
+    "cifar100-resnet18-thrifty": (3, 32, 50_000, 100),
+    "cifar100-vit-thrifty": (3, 32, 50_000, 100),
+}
+
+
+@pytest.mark.parametrize("name", THRIFTY)
+def test_thrifty_recipes_are_what_thrifty_chooses(name):
+    """A recipe names cut and fraction, so that a run can be repeated: those of a budget of 1.15."""
+    r, (channels, size, images, classes) = load_recipe(name), THRIFTY[name]
+    model = build_model(r.model.name, classes, channels=channels).to("meta")
+    counts = count_costs(model, torch.empty(r.data.batch_size, channels, size, size, device="meta"))
+    choice = choose(counts, total_steps=r.train.epochs * (images // r.data.batch_size))
+    assert (r.method, r.mask.cut, r.sam.rho) == ("Thrifty SAM", choice.cut, RHO)
+    assert r.schedule.fraction == pytest.approx(choice.fraction, abs=5e-4)
+    assert {n for n in packaged_recipes() if n.endswith("thrifty")} == THRIFTY.keys()

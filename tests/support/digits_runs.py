@@ -21,6 +21,7 @@ METHODS = {
     "ssam-f": ("digits-ssam-f", []),
     "ssam-d": ("digits-ssam-d", []),
     "ssam-c": ("digits-ssam-c", []),
+    "thrifty": ("digits-thrifty", []),
     "momentum": ("digits-ssam-c", ["ascent=gradient", "schedule.before=momentum", "schedule.before.rho=0.5"]),
 }
 

@@ -64,7 +64,7 @@ def start_run(method, path, *settings):
     return start(name, "--output", path, *(part for s in (*SHORT, *own, *settings) for part in ("--set", s)))
 
 
-SWEEP = [pytest.param(m, marks=() if m == "ssam-c" else pytest.mark.slow) for m in METHODS]
+SWEEP = [pytest.param(m, marks=() if m == "thrifty" else pytest.mark.slow) for m in METHODS]
 
 
 @pytest.mark.parametrize("method", SWEEP)

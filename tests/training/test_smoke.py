@@ -18,6 +18,7 @@ from sparsam.data.cifar import LAYOUTS
 from sparsam.runs.build import build_loader
 from sparsam.runs.directory import RunDirectory
 from sparsam.training import Trainer, resume, train
+from sparsam.training.launch import new_run
 
 DATA = Path(os.environ.get("SPARSAM_DATA", "none"))
 NO_CIFAR = f"needs real images: SPARSAM_DATA names no folder that holds {LAYOUTS['cifar100'].folder}"
@@ -79,6 +80,16 @@ def test_schedules_take_max_steps_as_their_total(tmp_path):
     assert drops.opt.mask.total_steps == 18
 
 
+def test_the_learning_rate_can_warm_up(tmp_path):
+    """An epoch of 12 steps up, two down."""
+    train(recipe("sgd", "train.epochs=3", "optimizer.warmup_epochs=1"), tmp_path / "run", device=CPU)
+    lrs = [m["lr"] for m in read(tmp_path / "run")[0]]
+    expected = [1.0, *((1 + math.cos(math.pi * step / 24)) / 2 for step in (11, 23))]
+    assert lrs == pytest.approx([0.05 * share for share in expected])
+    short = new_run(recipe("sgd", "optimizer.warmup_epochs=5"), tmp_path / "short", device=CPU)
+    assert [short._lr(batch) for batch in (0, 11)] == pytest.approx([0.05 / 60, 0.05 * 12 / 60])
+
+
 def test_more_steps_than_the_epochs_have_are_not_taken(tmp_path):
     summary = train(recipe("sgd", "train.epochs=1", "train.max_steps=1000"), tmp_path / "run", device=CPU)
     assert (summary["steps"], summary["epochs"]) == (12, 1)
@@ -86,7 +97,7 @@ def test_more_steps_than_the_epochs_have_are_not_taken(tmp_path):
 
 def test_a_smoke_run_that_dies_is_continued_to_the_same_end(tmp_path, monkeypatch):
     settings = ["train.max_steps=15", "train.checkpoint_steps=1"]
-    train(recipe("ssam-c", *settings), tmp_path / "whole", device=CPU)
+    train(recipe("thrifty", *settings), tmp_path / "whole", device=CPU)
     step = Trainer._step
 
     def dies(self, x, y):
@@ -96,7 +107,7 @@ def test_a_smoke_run_that_dies_is_continued_to_the_same_end(tmp_path, monkeypatc
 
     monkeypatch.setattr(Trainer, "_step", dies)
     with pytest.raises(MemoryError):
-        train(recipe("ssam-c", *settings), tmp_path / "died", device=CPU)
+        train(recipe("thrifty", *settings), tmp_path / "died", device=CPU)
     monkeypatch.undo()
     resume(tmp_path / "died", device=CPU)
     assert same(final_weights(tmp_path / "whole"), final_weights(tmp_path / "died"))

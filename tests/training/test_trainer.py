@@ -6,6 +6,7 @@ import json
 import math
 import re
 import sys
+from itertools import islice
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from digits_runs import CPU, equal, final_weights, recipe
 from torch.nn import functional as F
 
 from cases import same
+from sparsam import refresh_batchnorm
 from sparsam.analysis.run_objective import load_objective, run_mask
 from sparsam.errors import UserError
 from sparsam.runs.build import build_loader, build_network
@@ -267,3 +269,28 @@ def test_how_far_a_mask_moves(tmp_path):
     sam = train(recipe("sam"), tmp_path / "sam", device=CPU)
     assert sam["epochs"] == 2
     assert RunDirectory(tmp_path / "sam").metrics()[1]["mask_kept"] is None
+
+
+@pytest.mark.parametrize("method", ["sgd", "sam"])
+def test_batchnorm_can_be_refreshed_at_the_end(tmp_path, method):
+    """Both accuracies are recorded; weights, statistics and the headline are those of a run without it."""
+    train(recipe(method), tmp_path / "plain", device=CPU)
+    r = recipe(method, "train.refresh_batchnorm=3")
+    summary = train(r, tmp_path / "fresh", device=CPU)
+    metrics, plain = (RunDirectory(tmp_path / name).metrics() for name in ("fresh", "plain"))
+    assert same(final_weights(tmp_path / "fresh"), final_weights(tmp_path / "plain"))
+    assert summary["test_accuracy"] == metrics[-1]["test_accuracy"] == plain[-1]["test_accuracy"]
+    assert "fresh_test_accuracy" not in metrics[0]
+
+    loader = build_loader(r, CPU)
+    model = build_network(r, loader.classes, loader.channels, CPU)
+    model.load_state_dict(torch.load(tmp_path / "fresh" / "checkpoints" / "last.pt", weights_only=True)["model"])
+    batches = [x.contiguous(memory_format=torch.channels_last) for x, _ in islice(loader.epoch(2), 3)]
+    refresh_batchnorm(model, batches)
+    model.eval()
+    with torch.no_grad():
+        outputs, y = (torch.cat(parts) for parts in zip(*((model(x), y) for x, y in loader.evaluation()), strict=True))
+    assert metrics[-1]["fresh_test_accuracy"] == (outputs.argmax(1) == y).double().mean().item()
+    assert metrics[-1]["fresh_test_loss"] == pytest.approx(F.cross_entropy(outputs, y).item(), rel=1e-5)
+    assert metrics[-1]["fresh_test_loss"] != metrics[-1]["test_loss"]
+    assert summary["extra"] == {"Accuracy with fresh BatchNorm, %": 100 * metrics[-1]["fresh_test_accuracy"]}

@@ -1,4 +1,4 @@
-"""`sparsam cuts`: where a network can be cut, and what a step from there costs."""
+"""`sparsam cuts`: where a network can be cut, what a step from there costs, and what a budget buys."""
 
 from __future__ import annotations
 
@@ -13,12 +13,26 @@ from sparsam.cli.analysis import Device, find_device
 from sparsam.errors import UserValueError
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Sequence
 
-    from sparsam.replay.cuts import Cut
+    import torch
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from sparsam.replay import Counts, Cut
+    from sparsam.replay.costs import Direction
     from sparsam.runs.recipe import Recipe
 
-EXAMPLE_COST = 1.65  # the example in the last line costs about as much: what layer2 of a ResNet-18 does
+BUDGET = 1.15  # thrifty's default
+DIFFERENT = 0.1  # base steps between what is counted and what is measured: so much is worth a remark
+MANY_STEPS = 1_000_000  # how long a training is does not matter here
+
+
+class Costs(NamedTuple):
+    """What a sharpness-aware step costs from each cut, in base steps."""
+
+    measured: dict[Cut, float]
+    counts: Counts
 
 
 class Images(NamedTuple):
@@ -49,14 +63,14 @@ def cuts(
     ] = None,
     channels: Annotated[int | None, typer.Option(min=1, help="Default: 3, or the recipe's.")] = None,
     budget: Annotated[
-        float | None, typer.Option(help="Mark the earliest cut whose step costs at most so many base steps.")
-    ] = None,
+        float, typer.Option(help="What a training may cost, relative to that of the base optimizer alone.")
+    ] = BUDGET,
     precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; default: fp32, or the recipe's.")] = None,
     device: Device = None,
 ) -> None:
-    """List where a network can be cut, with the share of the weights and of a pass that follows each cut.
+    """List where a network can be cut, what a step from each cut costs, and which part of the steps a budget buys.
 
-    It is measured here and now, on random images.
+    Costs are counted, which gives the same on every machine, and measured here and now, on random images.
 
     Examples:
     ```
@@ -64,10 +78,9 @@ def cuts(
     sparsam cuts cifar10-wrn28-10-sam --batch-size 32
     ```
     """
-    from sparsam.replay.costs import choose_cut
+    from sparsam.thrifty import check_budget
 
-    if budget is not None:
-        choose_cut({"free": 1.0}, budget)  # refuses what is no budget, before anything is measured
+    check_budget(budget)
     recipe, images = load(
         model, batch_size=batch_size, precision=precision, size=image_size, classes=classes, channels=channels
     )
@@ -102,11 +115,12 @@ def load(model: str, *, batch_size: int | None, precision: str | None, **shape: 
     return recipe, images._replace(**{key: value for key, value in shape.items() if value is not None})
 
 
-def measure(recipe: Recipe, images: Images, device: torch.device) -> dict[Cut, float]:
-    """Measure what a step of a recipe's network would cost from each cut, on random images."""
+def measure(recipe: Recipe, images: Images, device: torch.device) -> Costs:
+    """Measure and count what a step of F-SAM with a recipe's network would cost from each cut, on random images."""
     import torch
 
     from sparsam.replay.costs import cut_costs
+    from sparsam.replay.counting import count_costs
     from sparsam.runs.build import build_loss, build_network
     from sparsam.training.build import build_base
     from sparsam.training.step import autocast, is_captured
@@ -134,8 +148,11 @@ def measure(recipe: Recipe, images: Images, device: torch.device) -> dict[Cut, f
     except RuntimeError as error:  # what torch says of images too small for a network, and of too little memory
         raise UserValueError(f"{recipe.model.name} could not take {_batch(recipe, images)}: {error}") from error
     base = build_base(recipe, network, captured=False)
+    captured, adaptive = is_captured(recipe, device), recipe.sam.adaptive
     try:
-        return cut_costs(network, closure, base, device_time=is_captured(recipe, device), adaptive=recipe.sam.adaptive)
+        counts = count_costs(network, x)
+        measured = cut_costs(network, closure, base, device_time=captured, adaptive=adaptive, direction=_friendly(base))
+        return Costs(measured, counts)
     except torch.OutOfMemoryError as error:
         raise UserValueError(
             f"there is too little memory to measure {recipe.model.name} on {_batch(recipe, images)}; a smaller "
@@ -143,38 +160,57 @@ def measure(recipe: Recipe, images: Images, device: torch.device) -> dict[Cut, f
         ) from error
 
 
-def show(
-    recipe: Recipe, images: Images, costs: dict[Cut, float], device: torch.device, budget: float | None = None
-) -> None:
-    """Print the cuts, how they were measured and how to use them; raise at the end if none fits the budget."""
-    from sparsam.replay.costs import choose_cut
+def _friendly(base: Optimizer) -> Direction:
+    """Return what F-SAM makes of gradients, with all that it does in a step."""
+    import torch
 
-    if not costs:
+    from sparsam.ascents import FriendlyAscent
+
+    ascent, memory = FriendlyAscent(), {}  # type: ignore[var-annotated]
+
+    def direction(params: Sequence[Tensor], grads: Sequence[Tensor]) -> Sequence[Tensor]:
+        d = ascent.direction(params, grads, memory, base)
+        ascent.remember(params, grads, memory, torch.ones((), device=params[0].device))()
+        return d
+
+    return direction
+
+
+def show(recipe: Recipe, images: Images, costs: Costs, device: torch.device, budget: float) -> None:
+    """Print the cuts, how they were measured, what a budget buys, and how to use it."""
+    from sparsam.thrifty import FRIENDLY, bought, choose
+
+    if not costs.measured:
         raise UserValueError(f"{recipe.model.name} has no cut: nothing of a step could be left out")
-    chosen, refusal = None, None
-    if budget is not None:
-        try:
-            chosen = choose_cut({cut.name: cost for cut, cost in costs.items()}, budget)
-        except UserValueError as error:
-            refusal = error
+    choice = choose(costs.counts, total_steps=MANY_STEPS, budget=budget)
+    counted = {cut.name: cost for cut, cost in costs.counts.costs(FRIENDLY).items()}
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("Cut before", no_wrap=True)
-    for heading in ("Weights after, %", "Pass after, %", "Step, ×"):
+    for heading in ("Weights after, %", "Step, ×: counted", "measured", f"{budget:g} buys, % of the steps"):
         table.add_column(heading, justify="right")
-    for cut, cost in costs.items():
-        numbers = (f"{100 * cut.weights:.2f}", f"{100 * (cut.step or 0.0):.1f}", f"{cost:.2f}")
-        if cut.name == chosen:
-            table.add_row(cut.name, *numbers, f"← budget {budget:g}", style="bold")
-        else:
-            table.add_row(cut.name, *numbers)
+    different = []
+    for cut, cost in costs.measured.items():
+        own = counted[cut.name]
+        numbers = (f"{100 * cut.weights:.2f}", f"{own:.2f}", f"{cost:.2f}", f"{100 * bought(budget, own):.1f}")
+        chosen = cut.name == choice.cut
+        table.add_row(cut.name, *numbers, *(["← thrifty"] if chosen else []), style="bold" if chosen else "")
+        if abs(own - cost) > DIFFERENT:
+            different.append(f"{cut.name} ({own - cost:+.2f})")
     console = Console(highlight=False)
     console.print(table)
     console.print(_caption(recipe, images, device), style="dim")
-    if refusal:
-        raise refusal
-    usual = min(costs, key=lambda cut: abs(costs[cut] - EXAMPLE_COST)).name
-    console.print("To perturb only what follows a cut, and to compute nothing before it twice:")
-    console.print(f'  SuffixMask(model, cut="{chosen or recipe.mask.cut or usual}")', soft_wrap=True)
+    if different:
+        console.print(
+            f"Counted and measured differ by more than a tenth of a step from {', '.join(different)}: on this machine "
+            f"the budget buys another part of the steps. Thrifty keeps to what is counted."
+        )
+    console.print(f"With a budget of {budget:g} base steps thrifty SAM perturbs what follows {choice.cut}, ", end="")
+    console.print(
+        f"{100 * choice.weights:.3g} % of the weights, in the last {100 * choice.fraction:.3g} % of the steps:"
+    )
+    console.print(f"  thrifty(model, torch.optim.SGD, x, total_steps=..., budget={budget:g}, lr=...)", soft_wrap=True)
+    console.print("To perturb only what follows a cut, and to compute nothing before it twice, in every step:")
+    console.print(f'  SuffixMask(model, cut="{recipe.mask.cut or choice.cut}")', soft_wrap=True)
 
 
 def _caption(recipe: Recipe, images: Images, device: torch.device) -> str:
@@ -194,8 +230,8 @@ def _caption(recipe: Recipe, images: Images, device: torch.device) -> str:
         f"{recipe.model.name}: median of {PASSES} timed passes, forward and backward, after {WARM_UP} to warm up; "
         f"{_batch(recipe, images)}, {images.classes} classes, {recipe.train.precision}; {where}; torch "
         f"{torch.__version__}.\n"
-        f"Step: cost relative to one {BASE_METHODS[recipe.optimizer.name]} step: 1 + what follows the cut + the "
-        f"perturbation."
+        f"Step: cost of an F-SAM step relative to one {BASE_METHODS[recipe.optimizer.name]} step: 1 + what follows the "
+        f"cut + the perturbation."
     )
 
 

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sparsam.errors import UserValueError
 from sparsam.passes import preserve_state
 from sparsam.perturbation import perturb, restore
 from sparsam.replay.clock import Clock
 from sparsam.replay.cuts import Cut, find_cuts
 
 TIMINGS = 5
+
+Direction = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
 
 
 def cut_costs(
@@ -27,6 +28,7 @@ def cut_costs(
     *,
     device_time: bool = False,
     adaptive: bool = False,
+    direction: Direction | None = None,
     clock: Clock | None = None,
 ) -> dict[Cut, float]:
     r"""Measure what a step costs from each cut, in base steps; earliest cut first.
@@ -46,6 +48,7 @@ def cut_costs(
         base: The base optimizer. Its step is timed on a copy.
         device_time: See :func:`sparsam.find_cuts`.
         adaptive: Whether the perturbation is ASAM's, which takes longer.
+        direction: What an ascent makes of parameters and gradients, its time included; None: the gradients.
         clock: What to take the time with; None: a clock of the model's device.
     """
     params = [p for group in base.param_groups for p in group["params"]]
@@ -55,7 +58,7 @@ def cut_costs(
         return {}
     with preserve_state(model), torch.enable_grad():
         closure()
-        works = (closure, _stepping(base), _perturbing(params, adaptive))
+        works = (closure, _stepping(base), _perturbing(params, adaptive, direction))
         times = [[clock.time(work) for work in works] for _ in range(1 + TIMINGS)][1:]  # the first warms up
     one_pass, stepping, perturbing = map(min, zip(*times, strict=True))
     costs: dict[Cut, float] = {}
@@ -66,41 +69,15 @@ def cut_costs(
     return costs
 
 
-def choose_cut(costs: dict[str, float], budget: float) -> str:
-    """Return the earliest cut whose step fits a budget.
-
-    Args:
-        costs: What a step from each cut costs, in base steps, by the cut's name; earliest first.
-        budget: What a step may cost, in base steps.
-
-    >>> choose_cut({"layer3": 1.42, "layer4": 1.24, "head": 1.02}, budget=1.25)
-    'layer4'
-    """
-    if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 1 < budget < math.inf:
-        raise UserValueError(f"budget must be a number above 1, what the base step alone costs, but is {budget!r}")
-    for cut, cost in costs.items():
-        if cost <= budget:
-            return cut
-    if not costs:
-        raise UserValueError(
-            "the model has no cut that can be seen: nothing of a step could be left out (is it compiled as a whole? "
-            "then compile its blocks instead; does the closure run another model?)"
-        )
-    cheapest = min(reversed(costs), key=lambda cut: costs[cut])
-    raise UserValueError(
-        f"budget must be at least {costs[cheapest]:g}, the cost of a step from the cheapest cut, {cheapest!r}, but is "
-        f"{budget:g}"
-    )
-
-
-def _perturbing(params: Sequence[Tensor], adaptive: bool) -> Callable[[], None]:
+def _perturbing(params: Sequence[Tensor], adaptive: bool, direction: Direction | None) -> Callable[[], None]:
     @torch.no_grad()
     def work() -> None:
         used = [p for p in params if p.grad is not None]
-        grads, rho = [p.grad for p in used], torch.zeros((), device=params[0].device)
+        grads: Sequence[Tensor] = [p.grad for p in used if p.grad is not None]
+        rho = torch.zeros((), device=params[0].device)
         if used:
             dense, rhos = [True] * len(used), [rho] * len(used)
-            restore(perturb(used, grads, dense, rhos, adaptive=adaptive))  # type: ignore[arg-type]
+            restore(perturb(used, direction(used, grads) if direction else grads, dense, rhos, adaptive=adaptive))
 
     return work
 

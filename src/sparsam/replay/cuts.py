@@ -14,7 +14,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ from sparsam.replay.modules import unwrap
 from sparsam.replay.recording import Kept, in_backward, keep, same_tensors
 
 PASSES, WARM_UP = 3, 2
+
+T = TypeVar("T")
 
 
 class Cut(NamedTuple):
@@ -159,25 +161,36 @@ def _node_count() -> int:
 
 def _shares(model: nn.Module, names: list[str], run: Callable[[], Any], clock: Clock) -> dict[str, float]:
     """Run one pass; return the share of its time between each module's call and the gradient of its input."""
-    called: dict[str, Any] = {}
-    arrived: dict[str, Any] = {}
+    clock.prepare()
+    spans = spans_after(model, names, run, clock.now)
+    total = clock.between(*spans[""])
+    return {name: clock.between(*spans[name]) / total for name in names}
+
+
+def spans_after(
+    model: nn.Module, names: list[str], run: Callable[[], Any], now: Callable[[], T]
+) -> dict[str, tuple[T, T]]:
+    """Run one pass; return what `now` gave at the first call of each module, and at the gradient of its input.
+
+    Where the input needs no gradient, the second is that of the end of the pass. The name "" stands for the whole pass.
+    """
+    called: dict[str, T] = {}
+    arrived: dict[str, T] = {}
     hooks: list[RemovableHandle] = []
 
     def stamp(name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name not in called:
-            called[name] = clock.now()
+            called[name] = now()
             for t in tensors_in(args, kwargs):
                 if t.requires_grad:
-                    hook = t.register_hook(lambda _: arrived.update({name: clock.now()}))  # type: ignore[no-untyped-call]
+                    hook = t.register_hook(lambda _: arrived.update({name: now()}))  # type: ignore[no-untyped-call]
                     hooks.append(hook)
         return call(*args, **kwargs)
 
     with intercepted({model.get_submodule(name): partial(stamp, name) for name in names}):
-        clock.prepare()
-        start = clock.now()
+        start = now()
         run()
-        end = clock.now()
+        end = now()
     for hook in hooks:  # those of parameters and batches would stay
         hook.remove()
-    total = clock.between(start, end)
-    return {name: clock.between(called[name], arrived.get(name, end)) / total for name in names}
+    return {"": (start, end), **{name: (called[name], arrived.get(name, end)) for name in names}}

@@ -57,6 +57,7 @@ METHODS = {  # in the order in which they are listed
     "SSAM-F": Style("orange", "dotted"),
     "SSAM-D": Style("green", "dash-dotted"),
     "SSAM-C": Style("red", "long"),
+    "Thrifty SAM": Style("violet", "long"),
     "SSAM, random": Style("violet", "dashed"),
 }
 STYLES = [Style(colour, dash) for colour, dash in product(COLOURS, DASHES)]

@@ -83,7 +83,7 @@ def _row(method: Method, methods: Sequence[Method], further: Sequence[str]) -> t
         Cell(duration(seconds.mean) if seconds else NONE),
         Cell(_values(method.weight_decay)),
         Cell(_values(method.rho), ", ".join(method.other_radii)),
-        *(Cell(spread(method.extra.get(label), 1, ".3g", ".2g")) for label in further),
+        *(Cell(spread(method.extra.get(label), 1, ".4g", ".2g")) for label in further),
     )
 
 

@@ -52,12 +52,13 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The base optimizer. Its learning rate follows a cosine to 0."""
+    """The base optimizer. Its learning rate rises linearly for `warmup_epochs`, then it follows a cosine to 0."""
 
     name: str = one_of("sgd", OPTIMIZERS)
     lr: float = positive(0.05)
     momentum: float | None = share(0.9, names=("sgd",))
     weight_decay: float = not_negative(1e-3)
+    warmup_epochs: int = whole(0, 0)
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,9 @@ class TrainConfig:
     """How long, on what and how exactly.
 
     `max_steps` ends the run after so many steps in all, and schedules take it as their total. `threads` is the number
-    of CPU threads, None: torch's default. `checkpoint_epochs` None: only the last weights are kept.
+    of CPU threads, None: torch's default. `checkpoint_epochs` None: only the last weights are kept. After the last
+    epoch, `refresh_batchnorm` takes BatchNorm's statistics again over so many training batches and evaluates once more;
+    None: it does not.
     """
 
     epochs: int = whole(200)
@@ -125,6 +128,7 @@ class TrainConfig:
     tensorboard: bool = False
     checkpoint_epochs: int | None = whole(1)
     checkpoint_steps: int | None = whole(None)
+    refresh_batchnorm: int | None = whole(None)
 
 
 # What people call a method: the base optimizer alone, SAM by its ascent, sparse SAM by its mask.

@@ -30,6 +30,8 @@ from sparsam.runs.config import (
 from sparsam.runs.library import find_recipe
 from sparsam.runs.schema import RecipeError, as_table, build, has_meaning, merge, parse_overrides
 
+THRIFTY = ("suffix", "friendly", "last-steps")
+
 __all__ = ["Recipe", "RecipeError", "load_recipe", "recipe_from", "relevant_overrides"]
 
 
@@ -53,6 +55,9 @@ class Recipe:
         if not self.sam.enabled:
             return BASE_METHODS[self.optimizer.name]
         name = SPARSE_METHODS.get(self.mask.name) or DENSE_METHODS[self.ascent.name]
+        policies = self.mask.name, self.ascent.name, self.schedule.name
+        if policies == THRIFTY and not self.mask.inner and not self.schedule.before:
+            name = "Thrifty SAM"
         return ("A" if self.sam.adaptive else "") + name
 
     @property

@@ -53,7 +53,7 @@ class TrainingStep:
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         """Take a step on a batch; return the loss, which the next step may overwrite."""
-        x = x.contiguous(memory_format=self._layout)
+        x = self.laid_out(x)
         if self._captured is None or self._batch is None:
             self._batch = x, y
         else:  # a captured step reads where the first batch was
@@ -63,6 +63,10 @@ class TrainingStep:
             return self._scaled_step(self.scaler)
         step: Callable[[], Any] = self._captured or (lambda: self.opt.step(self._closure))  # type: ignore[arg-type]
         return step().detach()  # type: ignore[no-any-return]
+
+    def laid_out(self, x: Tensor) -> Tensor:
+        """Return images in the memory layout that the network trains on."""
+        return x.contiguous(memory_format=self._layout)
 
     def _closure(self) -> Tensor:
         self.opt.zero_grad()

@@ -12,7 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparsam.ascents import Ascent
+from sparsam.batchnorm import refresh_batchnorm
 from sparsam.errors import need
+from sparsam.passes import preserve_state
 from sparsam.runs.build import build_loader, build_network
 from sparsam.runs.checkpoint import load_checkpoint, save_checkpoint
 from sparsam.runs.directory import RunDirectory
@@ -35,6 +37,7 @@ from sparsam.training.progress import Progress
 from sparsam.training.step import TrainingStep, autocast, is_captured
 
 OF_THE_DEVICE = ("lr", "rho", "fused", "capturable")  # group options that differ between a CPU and a captured step
+FRESH = "Accuracy with fresh BatchNorm, %"
 
 
 class Trainer:
@@ -170,9 +173,12 @@ class Trainer:
         return self.sam.schedule.ascent(step, self.sam.ascent) if self.sam else None
 
     def _lr(self, batch: int) -> float:
-        """Return the learning rate of a batch of this epoch: a cosine from the first step of the run to 0."""
-        done = self.epoch * self.loader.steps + batch
-        return self.recipe.optimizer.lr * (1 + math.cos(math.pi * done / self.total_steps)) / 2
+        """Return the learning rate of a batch of this epoch: a line up, then a cosine to 0 at the end of the run."""
+        settings, done = self.recipe.optimizer, self.epoch * self.loader.steps + batch
+        warm_up = settings.warmup_epochs * self.loader.steps
+        if done < warm_up:
+            return settings.lr * (done + 1) / warm_up
+        return settings.lr * (1 + math.cos(math.pi * (done - warm_up) / (self.total_steps - warm_up))) / 2
 
     def _set_lr(self) -> None:
         for group in self.opt.param_groups:
@@ -214,7 +220,20 @@ class Trainer:
             "step_ms": 1000 * self.seconds / steps,
             "peak_memory_mb": self.peak_memory_mb,
             **self._sam_metrics([self._ascent(step) for step in range(first, first + steps)]),
+            **self._fresh_metrics(),
         }
+
+    def _fresh_metrics(self) -> dict[str, Any]:
+        """Return what is measured with BatchNorm's statistics taken again. The run itself keeps its own."""
+        batches = self.recipe.train.refresh_batchnorm
+        if batches is None or self.epoch + 1 < self.epochs:
+            return {}
+        with preserve_state(self.model), autocast(self.recipe, self.device):
+            refresh_batchnorm(
+                self.model, (self.step.laid_out(x) for x, _ in islice(self.loader.epoch(self.epochs), batches))
+            )
+            loss, accuracy, _ = self.evaluate()
+        return {"fresh_test_loss": loss, "fresh_test_accuracy": accuracy}
 
     def _sam_metrics(self, ascents: list[Ascent | None]) -> dict[str, Any]:
         """Return what concerns perturbed steps. The mask is measured once, so steps that perturb count it alike."""
@@ -261,7 +280,7 @@ class Trainer:
             "peak_memory_mb": None if self.shared else epochs[-1]["peak_memory_mb"],
             "perturbed": perturbed,
             "theoretical_flops": 1.0 if perturbed is None else theoretical_flops(perturbed, two_passes or 0.0),
-            "extra": {},
+            "extra": {FRESH: 100 * epochs[-1]["fresh_test_accuracy"]} if "fresh_test_accuracy" in epochs[-1] else {},
         }
 
     # --------------------------------------------------------------------------------------------- checkpoints

@@ -1,0 +1,185 @@
+r"""What a step costs from each cut, counted and not timed: the same on every machine and under every load.
+
+Torch's own formulas count the floating-point operations F of matrix products and convolutions, forward and backward.
+They leave out what normalisation, activations and sums take, which is bound by memory. It is proportional to the
+number E of elements that the counted operations read and write, since what surrounds them goes over the same tensors.
+So the work of a pass is F + c E. A step of the base optimizer reads and writes b numbers for each of W weights, and
+perturbing p. From a cut whose suffix does F', E' and has W' weights, a sharpness-aware step costs, in base steps,
+
+.. math::  1 + \frac{F' + c\,(E' + p\,W')}{F + c\,(E + b\,W)}
+
+c = 2000, b = 8 and p = 9 were chosen so that the cost agrees with the step times of ResNet-18 and WRN-28-10 in
+`results/ssam-c` (H200, bf16, batch 128, CUDA graph). It is within 0.03 of them, and 0.04 short from the head on, where
+starting kernels takes longest. FLOPs alone are off by 0.06 and 0.07 from the first stage on, because early layers have
+few FLOPs and large activations. On other devices c is another number: `sparsam cuts` shows both costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from sparsam.checks import check_module
+from sparsam.errors import UserValueError
+from sparsam.passes import is_compiled, model_arguments, preserve_state
+from sparsam.replay.autograd_graph import tensors_in
+from sparsam.replay.cuts import find_cuts, spans_after
+from sparsam.replay.modules import unwrap
+
+ELEMENT = 2000  # c: the FLOPs that take as long as to read or write an element
+STEPPING = 8  # b: elements that the base optimizer's step reads and writes for each weight
+PERTURBING = 9  # p: those that perturbing along the gradient and restoring do
+
+
+class Work(NamedTuple):
+    """What was computed."""
+
+    flops: int = 0
+    """Of matrix products and convolutions."""
+    elements: int = 0
+    """That these have read and written."""
+
+    def minus(self, other: Work) -> Work:
+        """Return what was computed since."""
+        return Work(self.flops - other.flops, self.elements - other.elements)
+
+
+class CountedCut(NamedTuple):
+    """The input of a module, and how much follows it."""
+
+    name: str
+    """Of the module."""
+    weights: float
+    """The fraction of the weights that are used after the cut and nowhere before."""
+    after: Work
+    """Of forward and backward, what follows the cut."""
+
+
+class Counts(NamedTuple):
+    """What a pass of a model computes, in all and after each cut."""
+
+    whole: Work
+    """Of forward and backward."""
+    weights: int
+    """That require a gradient."""
+    cuts: list[CountedCut]
+    """Earliest first."""
+
+    def costs(self, perturbing: int = PERTURBING) -> dict[CountedCut, float]:
+        """Return what a sharpness-aware step costs from each cut, in base steps.
+
+        Args:
+            perturbing: How many elements perturbing reads and writes for each weight.
+        """
+        return {cut: self.cost(cut, perturbing) for cut in self.cuts}
+
+    def cost(self, cut: CountedCut, perturbing: int = PERTURBING) -> float:
+        """Return what a sharpness-aware step costs from a cut, in base steps."""
+        extra = _weighed(cut.after, perturbing * round(cut.weights * self.weights))
+        return 1 + extra / _weighed(self.whole, STEPPING * self.weights)
+
+
+def count_costs(model: nn.Module, example_inputs: Any) -> Counts:
+    """Count what a step of a model takes, in all and after each of its cuts.
+
+    The model runs twice, forward and backward, in the mode it is in and from a fixed seed. Buffers, gradients, random
+    numbers, modes and weights are afterwards what they were.
+
+    Args:
+        model: The network.
+        example_inputs: A batch as in training: `model(example_inputs)` is called (`model(*example_inputs)` for a tuple
+            or a list, `model(**example_inputs)` for a dict).
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> counts = count_costs(model, torch.ones(3, 4))
+    >>> counts.whole.flops  # 2 · 3 · (4 · 8 · 2 + 8 · 2 · 3): the batch needs no gradient
+    672
+    >>> [(cut.name, cut.after.flops) for cut in counts.cuts]
+    [('0', 672), ('2', 288)]
+    """
+    check_module("model", model, optional=False)
+    network = unwrap(model)
+
+    def run() -> None:
+        _seed(network)
+        _run(network, example_inputs)
+
+    with _same_everywhere(network):
+        seen = not is_compiled(model) and not is_compiled(network)
+        cuts = find_cuts(network, run, passes=0) if seen else []
+        counter = _Counter()
+        with preserve_state(network), counter:
+            spans = spans_after(network, [cut.name for cut in cuts], run, lambda: counter.work)
+    after = {name: end.minus(start) for name, (start, end) in spans.items()}
+    weights = sum(p.numel() for p in network.parameters() if p.requires_grad)
+    return Counts(after[""], weights, [CountedCut(cut.name, cut.weights, after[cut.name]) for cut in cuts])
+
+
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what is computed while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.work = Work()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is None:
+            with self:  # in inference mode, what consists of other operations arrives in one piece
+                result = func.decompose(*args, **kwargs)
+            return func(*args, **kwargs) if result is NotImplemented else result
+        result = func(*args, **kwargs)
+        flops = self.work.flops + int(formula(*args, **kwargs, out_val=result))
+        self.work = Work(flops, self.work.elements + sum(t.numel() for t in tensors_in(args, kwargs, result)))
+        return result
+
+
+def _run(model: nn.Module, inputs: Any) -> None:
+    """Run one pass, forward and backward, that leaves no gradient."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    # The first layer may change its input in place.
+    args, kwargs = tree_map_only(Tensor, lambda t: t.detach().clone(), model_arguments(inputs))
+    with torch.enable_grad():
+        outputs = [t for t in tensors_in(model(*args, **kwargs)) if t.requires_grad]
+        if not outputs:
+            raise UserValueError("model must have an output that depends on a parameter that requires a gradient")
+        # Not of their sum: an output that no loss uses, such as a cache, would lead past every cut.
+        torch.autograd.grad(outputs, params, [torch.ones_like(t) for t in outputs], allow_unused=True)
+
+
+def _seed(model: nn.Module) -> None:
+    """Let random numbers, which may skip layers, start where they always do."""
+    torch.default_generator.manual_seed(0)
+    for device in {p.device for p in model.parameters()}:
+        if device.type not in ("cpu", "meta"):
+            with torch.device(device):
+                torch.get_device_module(device).manual_seed(0)
+
+
+@contextmanager
+def _same_everywhere(model: nn.Module) -> Iterator[None]:
+    """Take attention and recurrent layers apart into products: devices have operations of their own for the whole."""
+    libraries: Any = torch.backends.cudnn, torch.backends.mkldnn
+    enabled = [library.enabled for library in libraries]
+    recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
+    try:
+        for library in libraries:
+            library.enabled = library.enabled and not recurrent
+        with torch.compiler.set_stance("force_eager"), sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        for library, before in zip(libraries, enabled, strict=True):
+            library.enabled = before
+
+
+def _weighed(work: Work, further_elements: int) -> int:
+    return work.flops + ELEMENT * (work.elements + further_elements)

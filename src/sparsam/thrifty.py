@@ -1,0 +1,215 @@
+r"""Thrifty SAM: from a budget to a cut, a fraction of the steps and the policies of a SAM.
+
+Most of a training takes plain steps of the base optimizer. In the last fraction q of the steps F-SAM perturbs what
+follows a cut, and nothing before the cut is computed twice. If a step from the cut costs c base steps, all cost
+
+.. math::  1 + q\,(c - 1)
+
+so a budget B buys the fraction q = (B - 1) / (c - 1). An earlier cut perturbs more of the weights, but in fewer steps.
+Thrifty takes the cut with the largest
+
+.. math::  \sqrt{\text{weights after the cut}} \cdot \min(q,\ 0.3)
+
+so that twice the steps count more than twice the weights, and steps beyond the last 30 % do not count. Of the cuts,
+those that less than 5 % of the weights follow are left out. The costs are counted (:mod:`sparsam.replay.counting`), so
+the choice depends on the model, the shape of its batch and the budget alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sparsam.ascents import FriendlyAscent
+from sparsam.checks import check_module, check_number, check_rho, check_whole
+from sparsam.errors import UserValueError, warn
+from sparsam.masks import SuffixMask
+from sparsam.replay import CountedCut, Counts, count_costs
+from sparsam.sam import SAM
+from sparsam.schedules import LastSteps
+
+BUDGET = 1.15
+RHO = 0.2
+ENOUGH_STEPS = 0.3  # a fraction of the steps: what is beyond does not count in the choice of a cut
+FEW_WEIGHTS = 0.05  # a fraction of the weights: perturbing fewer gives a warning
+FRIENDLY = 15  # elements that perturbing reads and writes for each weight, F-SAM's mean included
+
+_log = logging.getLogger(__name__)
+
+
+class Choice(NamedTuple):
+    """What a budget was spent on.
+
+    >>> print(Choice("layer2", 0.987, fraction=0.2, total_steps=31_200, cost=1.15))
+    from layer2 on, 98.7 % of the weights, in the last 20 % of 31,200 steps: 1.15 base steps
+    """
+
+    cut: str
+    """The name of the module whose input is the cut."""
+    weights: float
+    """The fraction of the weights that follow the cut."""
+    fraction: float
+    """Of the steps, those that are sharpness-aware: the last ones."""
+    total_steps: int
+    """Of the training."""
+    cost: float
+    """Of a step, in base steps, in the mean over the training."""
+
+    def __str__(self) -> str:
+        return (
+            f"from {self.cut} on, {100 * self.weights:.3g} % of the weights, in the last {100 * self.fraction:.3g} % "
+            f"of {self.total_steps:,} steps: {self.cost:.2f} base steps"
+        )
+
+
+class ThriftySAM(SAM):
+    """What :func:`thrifty` returns: a SAM that knows what its budget was spent on."""
+
+    choice: Choice
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}\n{self.choice}"
+
+
+def thrifty(
+    model: nn.Module,
+    base: Callable[..., Optimizer],
+    example_inputs: Any,
+    *,
+    total_steps: int,
+    budget: float = BUDGET,
+    rho: float | Tensor = RHO,
+    params: Any = None,
+    cut: str | None = None,
+    fraction: float | None = None,
+    **base_arguments: Any,
+) -> ThriftySAM:
+    r"""Build the SAM that a budget allows: plain steps first, then F-SAM behind a cut.
+
+    It has a concrete `SuffixMask`, `FriendlyAscent` and `LastSteps`: the same model, batch and budget give the same
+    ones on every machine. What was chosen is in `choice`, in the repr, and in a logging message. It is made once, here:
+    the model runs twice on the example, and nothing of it moves.
+
+    Args:
+        model: The network; in distributed training the DistributedDataParallel around it.
+        base: The class of the base optimizer, such as `torch.optim.SGD`.
+        example_inputs: A batch as in training: `model(example_inputs)` is called (`model(*example_inputs)` for a tuple
+            or a list, `model(**example_inputs)` for a dict).
+        total_steps: The number of optimizer steps of the training.
+        budget: What the training may cost, relative to that of the base optimizer alone; above 1.
+        rho: The radius of the perturbation.
+        params: Parameters or parameter groups; None: all of the model's.
+        cut: The name of the module from which on weights are perturbed; None: chosen.
+        fraction: Of the steps that are sharpness-aware; None: as much as the budget allows. Where both are given, the
+            budget does not matter.
+        **base_arguments: Passed on to the base optimizer: `lr`, `momentum`, ...
+
+    >>> import torch
+    >>> from sparsam.models import build_model
+    >>> model, x = build_model("resnet-small", 10), torch.ones(64, 3, 16, 16)
+    >>> opt = thrifty(model, torch.optim.SGD, x, total_steps=1000, lr=0.05, momentum=0.9)
+    >>> print(opt.choice)
+    from layer3 on, 74.8 % of the weights, in the last 50.6 % of 1,000 steps: 1.15 base steps
+    """
+    check_module("model", model, optional=False)
+    check_rho(rho)
+    counts = count_costs(model, example_inputs)
+    choice = choose(counts, total_steps=total_steps, budget=budget, cut=cut, fraction=fraction)
+    opt = ThriftySAM(
+        model.parameters() if params is None else params,
+        base,
+        rho=rho,
+        mask=SuffixMask(model, choice.cut),
+        ascent=FriendlyAscent(),
+        schedule=LastSteps(choice.fraction, total_steps),
+        **base_arguments,
+    )
+    opt.choice = choice
+    _log.info("thrifty: %s", choice)
+    if choice.weights < FEW_WEIGHTS:
+        warn(f"thrifty perturbs few weights: {choice}; an earlier cut of the model perturbs more, if it has one")
+    return opt
+
+
+def choose(
+    counts: Counts,
+    *,
+    total_steps: int,
+    budget: float = BUDGET,
+    cut: str | None = None,
+    fraction: float | None = None,
+) -> Choice:
+    """Return what to spend a budget on. See :func:`thrifty` for the arguments."""
+    check_whole("total_steps", total_steps)
+    check_budget(budget)
+    if fraction is not None:
+        check_number("fraction", fraction, "a number in (0, 1]", lambda value: 0 < value <= 1)
+    costs = counts.costs(FRIENDLY)
+    if not costs:
+        raise UserValueError(_without_cut(counts, budget))
+    names = [c.name for c in costs]
+    if cut is not None and cut not in names:
+        close = difflib.get_close_matches(str(cut), names, 3) or names[:8]
+        raise UserValueError(
+            f"cut must be where the model can be cut, such as {', '.join(map(repr, close))}, but is {cut!r}; "
+            f"find_cuts(model, closure) and `sparsam cuts` list all"
+        )
+    allowed = {c: cost for c, cost in costs.items() if cut in (None, c.name)}
+    if fraction is None:
+        worthy = [c for c in allowed if c.weights >= FEW_WEIGHTS] or [*allowed]
+        chosen = max(worthy, key=lambda c: math.sqrt(c.weights) * min(bought(budget, allowed[c]), ENOUGH_STEPS))
+        steps = math.floor(bought(budget, allowed[chosen]) * total_steps + 1e-6)
+        if not steps:
+            least = 1 + (allowed[chosen] - 1) / total_steps
+            raise UserValueError(
+                f"budget must be at least {_rounded_up(least)} to buy one of {total_steps:,} steps from {chosen.name!r}"
+                f" on, but is {budget:g}"
+            )
+        fraction = steps / total_steps
+    else:
+        affordable = [c for c, cost in allowed.items() if cut is not None or fraction <= bought(budget, cost)]
+        if not affordable:
+            cheapest = [*costs][-1]
+            least = 1 + fraction * (costs[cheapest] - 1)
+            raise UserValueError(
+                f"budget must be at least {_rounded_up(least)} for the last {100 * fraction:.3g} % of the steps, even "
+                f"from {cheapest.name!r} on, but is {budget:g}"
+            )
+        chosen = affordable[0]
+    cost = 1 + fraction * (allowed[chosen] - 1)
+    return Choice(chosen.name, chosen.weights, float(fraction), int(total_steps), cost)
+
+
+def check_budget(budget: object) -> None:
+    """Refuse a budget that is not above the cost of the base optimizer alone."""
+    allowed = "a number above 1, what the base optimizer alone costs"
+    check_number("budget", budget, allowed, lambda value: 1 < value < math.inf)
+
+
+def bought(budget: float, cost: float) -> float:
+    """Return the fraction of the steps that a budget buys, if each costs so many base steps.
+
+    >>> bought(1.15, cost=1.6)
+    0.25
+    """
+    return min(1.0, round((budget - 1) / (cost - 1), 12))
+
+
+def _without_cut(counts: Counts, budget: float) -> str:
+    fraction = bought(budget, counts.cost(CountedCut("", 1.0, counts.whole), FRIENDLY))
+    return (
+        f"model has no cut, so no part of a sharpness-aware step could be left out. If it is compiled as a whole, "
+        f"compile its blocks instead: `for block in model.blocks: block.compile()`. Otherwise perturb all weights, in "
+        f"fewer steps: SAM(model.parameters(), ..., ascent=FriendlyAscent(), schedule=LastSteps({fraction:.2g}, "
+        f"total_steps), model=model) costs about {budget:g} base steps"
+    )
+
+
+def _rounded_up(cost: float) -> str:
+    return f"{math.ceil(1e4 * cost - 1e-6) / 1e4:g}"

@@ -1,0 +1,302 @@
+"""Thrifty SAM: what a budget buys, and that the optimizer is the one that its policies make."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import in_ranks
+from replay_models import CASES, closure_of, differences, snapshot
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from sparsam import SAM, FriendlyAscent, LastSteps, SuffixMask, thrifty
+from sparsam.models import build_model
+from sparsam.replay.counting import ELEMENT, STEPPING, CountedCut, Counts, Work, count_costs
+from sparsam.thrifty import FRIENDLY, RHO, choose
+
+BASE = {"lr": 0.05, "momentum": 0.9}
+
+
+def counts(**after: tuple[float, float]) -> Counts:
+    """Make up a model of a million weights, by the cost of a step from each cut and the weights that follow it."""
+    weights = 10**6
+    whole = ELEMENT * FRIENDLY * weights
+    base = whole + ELEMENT * STEPPING * weights
+    cuts = []
+    for name, (cost, share) in after.items():
+        flops = round((cost - 1) * base) - ELEMENT * FRIENDLY * round(share * weights)
+        cuts.append(CountedCut(name, share, Work(flops)))
+    return Counts(Work(whole), weights, cuts)
+
+
+MADE_UP = counts(a=(2.0, 1.0), b=(1.6, 0.9), c=(1.2, 0.5), d=(1.02, 0.01))
+
+
+def test_made_up_costs_are_those_that_were_asked_for():
+    costs = {cut.name: cost for cut, cost in MADE_UP.costs(FRIENDLY).items()}
+    assert costs == pytest.approx({"a": 2.0, "b": 1.6, "c": 1.2, "d": 1.02})
+
+
+CHOSEN = {
+    "most weights in most steps": ({"budget": 1.15}, ("b", 0.25)),  # a: √1.0 · 0.15, b: √0.9 · 0.25, c: √0.5 · 0.3
+    "a smaller budget": ({"budget": 1.09}, ("c", 0.45)),  # a: √1.0 · 0.09, b: √0.9 · 0.15, c: √0.5 · 0.3
+    "a small budget: rather few steps than few weights": ({"budget": 1.01}, ("c", 0.05)),
+    "a large budget": ({"budget": 1.3}, ("a", 0.3)),
+    "a larger one goes into steps": ({"budget": 1.5}, ("a", 0.5)),
+    "more than everything": ({"budget": 2.5}, ("a", 1.0)),
+    "a cut": ({"budget": 1.15, "cut": "a"}, ("a", 0.15)),
+    "a late cut": ({"budget": 1.15, "cut": "d"}, ("d", 1.0)),
+    "a fraction": ({"budget": 1.15, "fraction": 0.15}, ("a", 0.15)),
+    "a larger fraction": ({"budget": 1.15, "fraction": 0.2}, ("b", 0.2)),
+    "both, whatever the budget": ({"budget": 1.001, "cut": "a", "fraction": 0.9}, ("a", 0.9)),
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_what_is_chosen(name):
+    arguments, (cut, fraction) = CHOSEN[name]
+    choice = choose(MADE_UP, total_steps=10_000, **arguments)
+    assert (choice.cut, choice.fraction) == (cut, pytest.approx(fraction))
+    costs = {c.name: cost for c, cost in MADE_UP.costs(FRIENDLY).items()}
+    assert choice.cost == pytest.approx(1 + fraction * (costs[cut] - 1))
+    if "fraction" not in arguments:
+        assert choice.cost <= arguments["budget"] + 1e-9
+
+
+def test_steps_are_whole_and_never_cost_more():
+    for total_steps in (1, 7, 10, 33, 1000):
+        for budget in (1.05, 1.1, 1.15, 1.3, 1.7, 2.5):
+            try:
+                choice = choose(MADE_UP, total_steps=total_steps, budget=budget)
+            except ValueError as error:
+                assert "to buy one of" in str(error)
+                continue
+            steps = total_steps - LastSteps(choice.fraction, total_steps).first
+            assert steps == pytest.approx(choice.fraction * total_steps)
+            assert choice.cost <= budget + 1e-9
+
+
+def test_late_cuts_only_where_there_is_nothing_else():
+    assert choose(counts(head=(1.3, 0.04)), total_steps=100).cut == "head"
+    assert choose(counts(a=(1.9, 0.05), head=(1.01, 0.04)), total_steps=100, budget=1.02).cut == "a"
+
+
+def test_of_two_alike_the_earlier_is_taken():
+    assert choose(counts(a=(1.2, 0.5), b=(1.1, 0.5)), total_steps=100, budget=1.5).cut == "a"
+
+
+ABOVE_ONE = "budget must be a number above 1, what the base optimizer alone costs, but is "
+NO_CUT = (
+    "model has no cut, so no part of a sharpness-aware step could be left out. If it is compiled as a whole, compile its "
+    "blocks instead: `for block in model.blocks: block.compile()`. Otherwise perturb all weights, in fewer steps: "
+    "SAM(model.parameters(), ..., ascent=FriendlyAscent(), schedule=LastSteps(0.12, total_steps), model=model) costs about "
+    "1.15 base steps"
+)
+REFUSED = {
+    "no cut": (counts(), {}, NO_CUT),
+    "one": (MADE_UP, {"budget": 1}, ABOVE_ONE + "1"),
+    "no number": (MADE_UP, {"budget": "1.2"}, ABOVE_ONE + "'1.2'"),
+    "not a number": (MADE_UP, {"budget": float("nan")}, ABOVE_ONE + "nan"),
+    "no bound": (MADE_UP, {"budget": float("inf")}, ABOVE_ONE + "inf"),
+    "no step": (
+        MADE_UP,
+        {"budget": 1.0001},
+        "budget must be at least 1.002 to buy one of 100 steps from 'c' on, but is 1.0001",
+    ),
+    "no step from the cut": (
+        MADE_UP,
+        {"budget": 1.009, "cut": "a"},
+        "budget must be at least 1.01 to buy one of 100 steps from 'a' on, but is 1.009",
+    ),
+    "a fraction that is too large": (
+        MADE_UP,
+        {"budget": 1.01, "fraction": 0.7},
+        "budget must be at least 1.014 for the last 70 % of the steps, even from 'd' on, but is 1.01",
+    ),
+    "no fraction": (MADE_UP, {"fraction": 0}, "fraction must be a number in (0, 1], but is 0"),
+    "no steps": (MADE_UP, {"total_steps": 0}, "total_steps must be a whole number >= 1, but is 0"),
+    "another cut": (
+        MADE_UP,
+        {"cut": "e"},
+        "cut must be where the model can be cut, such as 'a', 'b', 'c', 'd', but is 'e'; find_cuts(model, closure) and "
+        "`sparsam cuts` list all",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name):
+    given, arguments, message = REFUSED[name]
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        choose(given, **{"total_steps": 100, **arguments})
+
+
+def test_the_remedies_work():
+    """What an error names as the least budget is enough."""
+    assert choose(MADE_UP, total_steps=100, budget=1.002).fraction == 0.01
+    assert choose(MADE_UP, total_steps=100, budget=1.014, fraction=0.7).cut == "d"
+
+
+def test_resnet18_on_cifar():
+    model = build_model("resnet18", 100).to("meta")
+    counted = count_costs(model, torch.empty(128, 3, 32, 32, device="meta"))
+    choice = choose(counted, total_steps=31_200, budget=1.15)
+    assert choice.cut in ("layer2", "layer3")
+    assert 0.2 <= choice.fraction <= 0.3
+    assert choice.cost == pytest.approx(1.15, abs=1e-4)
+    assert str(choice) == (
+        f"from {choice.cut} on, {100 * choice.weights:.3g} % of the weights, in the last {100 * choice.fraction:.3g} % "
+        f"of 31,200 steps: 1.15 base steps"
+    )
+
+
+# ------------------------------------------------------------------------------------------------- the optimizer
+
+
+def build(name="vgg", **arguments):
+    model, batch = CASES[name].model(), CASES[name].batch()
+    opt = thrifty(model, torch.optim.SGD, batch[0], **{"total_steps": 8, "budget": 1.6, **BASE, **arguments})
+    return model, batch, opt
+
+
+def test_it_is_the_sam_of_its_policies():
+    model, batch, opt = build()
+    choice = opt.choice
+    assert isinstance(opt, SAM)
+    assert repr(opt.mask) == repr(SuffixMask(model, choice.cut))
+    assert repr(opt.ascent) == repr(FriendlyAscent())
+    assert repr(opt.schedule) == repr(LastSteps(choice.fraction, 8))
+    assert all(group["rho"] == RHO for group in opt.param_groups)
+    assert 0 < opt.schedule.first < 8
+
+    twin = CASES["vgg"].model()
+    written_out = SAM(
+        twin.parameters(),
+        torch.optim.SGD,
+        rho=RHO,
+        mask=SuffixMask(twin, choice.cut),
+        ascent=FriendlyAscent(),
+        schedule=LastSteps(choice.fraction, 8),
+        **BASE,
+    )
+    for _ in range(8):
+        for network, optimizer in ((model, opt), (twin, written_out)):
+            torch.manual_seed(1)
+            optimizer.step(closure_of(network, optimizer.zero_grad, batch))
+    assert differences(snapshot(model), snapshot(twin)) == []
+    written_out.load_state_dict(opt.state_dict())  # the settings are the same
+
+
+def test_nothing_moves_when_it_is_built():
+    model, (x, _) = CASES["vgg"].model(), CASES["vgg"].batch()
+    before = snapshot(model)
+    thrifty(model, torch.optim.SGD, x, total_steps=8, budget=1.6, **BASE)
+    assert differences(before, snapshot(model)) == []
+
+
+def test_it_says_what_it_chose(caplog):
+    with caplog.at_level(logging.INFO, logger="sparsam"):
+        _, _, opt = build()
+    assert [record.getMessage() for record in caplog.records] == [f"thrifty: {opt.choice}"]
+    assert str(opt.choice) in repr(opt)
+    assert "lr: 0.05" in repr(opt)
+    assert copy.deepcopy(opt).choice == opt.choice
+
+
+def test_groups_and_settings_are_passed_on():
+    model, (x, _) = CASES["vgg"].model(), CASES["vgg"].batch()
+    first, *rest = model.parameters()
+    groups = [{"params": [first], "lr": 0.3, "rho": 0.7}, {"params": rest}]
+    opt = thrifty(model, torch.optim.AdamW, x, total_steps=9, budget=1.6, rho=0.05, params=groups, lr=0.1)
+    assert isinstance(opt.base_optimizer, torch.optim.AdamW)
+    assert [(group["lr"], group["rho"]) for group in opt.param_groups] == [(0.3, 0.7), (0.1, 0.05)]
+
+
+def test_few_weights_give_a_warning():
+    with pytest.warns(UserWarning, match=r"thrifty perturbs few weights: from 2 on, 3\.82 % of .*; an earlier cut"):
+        thrifty(
+            nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1), nn.Linear(1, 50)),
+            torch.optim.SGD,
+            torch.ones(512, 64),
+            total_steps=100,
+            cut="2",
+        )
+
+
+def test_a_model_without_a_cut():
+    model = nn.Linear(4, 2)
+    with pytest.raises(ValueError, match=r"^model has no cut, so no part"):
+        thrifty(model, torch.optim.SGD, torch.ones(3, 4), total_steps=10)
+    with pytest.raises(TypeError, match="model must be a module, but is a generator"):
+        thrifty(model.parameters(), torch.optim.SGD, torch.ones(3, 4), total_steps=10)
+    with pytest.raises(ValueError, match="rho must be a finite number >= 0, but is -1"):
+        thrifty(model, torch.optim.SGD, torch.ones(3, 4), total_steps=10, rho=-1)
+
+
+PROCESS = """
+import sys, threading, torch
+from sparsam import thrifty
+from sparsam.models import build_model
+
+stop = False
+def spin():
+    while not stop:
+        torch.randn(200, 200) @ torch.randn(200, 200)
+threads = [threading.Thread(target=spin) for _ in range(int(sys.argv[1]))]
+for thread in threads:
+    thread.start()
+torch.manual_seed(int(sys.argv[1]))
+model = build_model("resnet-small", 10, channels=1)
+opt = thrifty(model, torch.optim.SGD, torch.randn(16, 1, 8, 8), total_steps=1000, budget=1.3, lr=0.1)
+stop = True
+print(tuple(opt.choice))
+"""
+
+
+def test_two_processes_under_different_load_choose_the_same():
+    source = str(Path(__file__).parents[1] / "src")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, str(load)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": str(1 + load % 2), "PYTHONPATH": source},
+        )
+        for load in (0, 3)
+    ]
+    choices = [process.communicate(timeout=240)[0] for process in processes]
+    assert choices[0] == choices[1]
+    assert choices[0].startswith("('layer")
+
+
+def train_in_rank(rank: int) -> tuple:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))).double())
+    x = torch.randn(256, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    opt = thrifty(model, torch.optim.SGD, x, total_steps=6, budget=1.6, lr=0.1)
+
+    def closure():
+        opt.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(6):
+        opt.step(closure)
+    return tuple(opt.choice), [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
+def test_ranks_agree():
+    (one, weights), (other, others) = in_ranks(train_in_rank)
+    assert one == other
+    assert 0 < one[2] < 1
+    assert all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
