@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from plain_loops import BASE, as_launched, smooth_network, train
+from plain_loops import BASE, as_launched, smooth_network, train, train_scaled
 from ranks import in_ranks
 from torch import nn
 from torch.nn import functional as F
@@ -114,34 +114,6 @@ def test_bf16_mixed():
     assert same(weights(t.model), weights(other.model))
 
 
-def scaled_loop(model, opt, dataset, *, k, overflows):
-    """The idiom of docs/loops.md with a GradScaler, clipping and accumulation."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    attempt = 0
-
-    def backward():
-        for x, y in window:
-            with torch.autocast("cpu", torch.float16):
-                loss = F.cross_entropy(model(x), y) * (torch.inf if attempt in overflows else 1)
-            scaler.scale(loss / k).backward()
-
-    for _ in range(2):
-        batches = list(DataLoader(dataset, batch_size=4))
-        for start in range(0, len(batches), k):
-            window = batches[start : start + k]
-            opt.zero_grad()
-            backward()
-            with opt.perturbed(scale=scaler.get_scale()):
-                opt.zero_grad()
-                backward()
-            scaler.unscale_(opt)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            scaler.step(opt)
-            scaler.update()
-            attempt += 1
-    return scaler.get_scale()
-
-
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize("ascent", ["gradient", "friendly"])
 def test_16_mixed_with_an_overflow(k, ascent):
@@ -154,7 +126,7 @@ def test_16_mixed_with_an_overflow(k, ascent):
     torch.manual_seed(0)
     fit(net, t.dataset, accumulate_grad_batches=k, gradient_clip_val=0.1, plugins=[plugin])
     torch.manual_seed(0)
-    scale = scaled_loop(other.model, optimizer(other, ascent=ascent), other.dataset, k=k, overflows=(1,))
+    scale = train_scaled(other.model, optimizer(other, ascent=ascent), other.dataset, k=k, overflows=(1,))
     assert same(weights(t.model), weights(other.model))
     assert scaler.get_scale() == scale == 2.0**9
     assert net.opt.steps == 12 // k - 1

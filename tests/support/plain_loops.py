@@ -26,16 +26,20 @@ def train(
     k: int = 1,
     epochs: int = 2,
     clip: Callable[[Any], object] | None = None,
+    clip_first: bool = True,
     whole_windows: bool = True,
     autocast: torch.dtype | None = None,
 ) -> list[float]:
     """Train with accumulation over k batches; return the loss of each step.
 
-    With `whole_windows` the last step of an epoch divides by k too, where there are fewer batches.
+    With `whole_windows` the last step of an epoch divides by k too, where there are fewer batches. With `clip_first`
+    the gradient at w is clipped too.
     """
     losses = []
 
     def closure() -> float:
+        nonlocal calls
+        calls += 1
         opt.zero_grad()
         total = 0.0
         for x, y in window:
@@ -43,16 +47,54 @@ def train(
                 loss = F.cross_entropy(model(x), y) / (k if whole_windows else len(window))
             loss.backward()
             total += loss.item()
-        if clip is not None:
+        if clip is not None and (clip_first or calls >= 1 + opt.needs_second_pass):
             clip(model.parameters())
         return total
 
     for _ in range(epochs):
         batches = list(DataLoader(dataset, batch_size=batch))
         for start in range(0, len(batches), k):
-            window = batches[start : start + k]
+            window, calls = batches[start : start + k], 0
             losses.append(opt.step(closure))
     return losses
+
+
+def train_scaled(model: nn.Module, opt: SAM, dataset: Dataset, *, k: int, overflows: tuple[int, ...] = ()) -> float:
+    """Train in fp16 with a GradScaler, clipping and accumulation, as docs/loops.md does; return the last scale.
+
+    The loss is infinite in the steps of `overflows`, which are counted whether they are taken or not.
+    """
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    attempt = 0
+
+    def backward() -> None:
+        for x, y in window:
+            with torch.autocast("cpu", torch.float16):
+                loss = F.cross_entropy(model(x), y) * (torch.inf if attempt in overflows else 1)
+            scaler.scale(loss / k).backward()
+
+    for _ in range(2):
+        batches = list(DataLoader(dataset, batch_size=4))
+        for start in range(0, len(batches), k):
+            window = batches[start : start + k]
+            opt.zero_grad()
+            backward()
+            with opt.perturbed(scale=scaler.get_scale()):
+                opt.zero_grad()
+                backward()
+            scaler.unscale_(opt)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(opt)
+            scaler.update()
+            attempt += 1
+    return scaler.get_scale()
+
+
+def scale_on_cpu(accelerator: Any) -> torch.amp.GradScaler:
+    """Let Accelerate train in fp16 with a GradScaler on the CPU, as it does on a GPU; call before `prepare`."""
+    accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    return accelerator.scaler
 
 
 def smooth_network() -> nn.Module:
