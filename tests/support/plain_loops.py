@@ -20,7 +20,7 @@ BASE = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
 def train(
     model: nn.Module,
     opt: SAM,
-    dataset: Dataset,
+    dataset: Dataset | DataLoader,
     *,
     batch: int = 4,
     k: int = 1,
@@ -36,6 +36,7 @@ def train(
     the gradient at w is clipped too.
     """
     losses = []
+    loader = dataset if isinstance(dataset, DataLoader) else DataLoader(dataset, batch_size=batch)
 
     def closure() -> float:
         nonlocal calls
@@ -52,7 +53,7 @@ def train(
         return total
 
     for _ in range(epochs):
-        batches = list(DataLoader(dataset, batch_size=batch))
+        batches = list(loader)
         for start in range(0, len(batches), k):
             window, calls = batches[start : start + k], 0
             losses.append(opt.step(closure))
