@@ -124,6 +124,14 @@ def test_the_trainer_s_own_optimizer_is_wrapped():
     torch.testing.assert_close(weights(t.model), weights(other.model), rtol=1e-10, atol=1e-12)
 
 
+def test_a_plain_optimizer_of_the_user_is_wrapped():
+    t, other = task(), task()
+    base = torch.optim.SGD(t.model.parameters(), **BASE)
+    trainer(Model(t.model), t.dataset, k=3, optimizers=(base, None), sam={"rho": 0.3}).train()
+    train(other.model, sam(other.model), other.dataset, k=3)
+    assert same(weights(t.model), weights(other.model))
+
+
 def test_losses_per_token_over_unequal_micro_batches():
     """`num_items_in_batch`: the mean over all labels that count is that of the joined batch."""
     t = task(samples=24)._replace(model=smooth_network())

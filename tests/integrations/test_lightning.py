@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset
 
+import sparsam
 from cases import Policy, optimizer, same, task, weights
 from sparsam import SAM, RandomMask
 
@@ -90,6 +91,18 @@ def test_equals_a_plain_loop(policy, k):
     torch.manual_seed(0)
     train(other.model, optimizer(other, **policy._asdict()), other.dataset, k=k)
     assert same(weights(t.model), weights(other.model))
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_cut_saves_the_prefix_without_accumulation(k):
+    t = task()
+    opt = optimizer(t, "suffix")
+    calls = {0: 0, 8: 0}
+    for i in calls:
+        t.model[i].register_forward_hook(lambda *_, i=i: calls.update({i: calls[i] + 1}))
+    fit(Net(t.model, lambda: opt), t.dataset, accumulate_grad_batches=k)
+    assert calls[8] >= 24  # 12 batches, twice
+    assert (calls[0] < calls[8]) is (k == 1)
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
@@ -283,6 +296,27 @@ def test_monitor_names_the_groups():
     runner = fit(net, t.dataset, callbacks=[SAMMonitor()], log_every_n_steps=2, epochs=1)
     assert runner.callback_metrics["sparsam/rho/0"] == pytest.approx(0.1)
     assert runner.callback_metrics["sparsam/rho/1"] == pytest.approx(0.5)
+
+
+@pytest.mark.skipif(not hasattr(sparsam, "refresh_batchnorm"), reason="sparsam.refresh_batchnorm is not there yet")
+def test_monitor_refreshes_batchnorm_when_training_ends():
+    class Forward(Net):
+        def forward(self, x):
+            return self.model(x)
+
+    t, other = task(), task()
+    fit(Forward(t.model, lambda: sam(t.model)), t.dataset, callbacks=[SAMMonitor(refresh_batchnorm=True)])
+    train(other.model, sam(other.model), other.dataset)
+    before = weights(other.model)
+    sparsam.refresh_batchnorm(other.model, DataLoader(other.dataset, batch_size=4))
+    assert same(weights(t.model), weights(other.model))
+    assert not same(before, weights(other.model))
+
+
+@pytest.mark.skipif(hasattr(sparsam, "refresh_batchnorm"), reason="sparsam.refresh_batchnorm is there")
+def test_batchnorm_cannot_be_refreshed_yet():
+    with pytest.raises(RuntimeError, match="refresh_batchnorm must be False"):
+        SAMMonitor(refresh_batchnorm=True)
 
 
 def test_monitor_needs_sam():

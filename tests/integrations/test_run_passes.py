@@ -1,8 +1,10 @@
-"""The passes of a step without a closure, as trainers with a step of their own take them."""
+"""The passes of a step without a closure, as trainers with a step of their own take them; packages that are missing."""
 
 from __future__ import annotations
 
 import copy
+import sys
+from importlib import import_module
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 
 from cases import ASCENTS, SCHEDULES, Policy, optimizer, same, task, weights
 from sparsam import SAM
+from sparsam.errors import MissingPackageError
 from sparsam.integrations.passes import current_scale, find_sam, run_passes
 
 
@@ -65,6 +68,18 @@ def test_sam_is_found_inside_wrappers():
 
     assert find_sam(Wrapper(Wrapper(opt))) is opt
     assert find_sam(Wrapper(base)) is find_sam(None) is None
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "extra"),
+    [("lightning", "lightning.pytorch", "lightning"), ("huggingface", "transformers", "hf")],
+)
+def test_a_missing_package_is_named_with_its_extra(module, package, extra, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"sparsam.integrations.{module}", raising=False)
+    name = package.partition(".")[0]
+    with pytest.raises(MissingPackageError, match=rf"need the package {name}: pip install 'sparsam\[{extra}\]'"):
+        import_module(f"sparsam.integrations.{module}")
 
 
 def _backward(loss):

@@ -18,8 +18,8 @@ from sparsam.errors import UserValueError, need
 from sparsam.integrations.passes import current_scale, find_sam, run_passes
 from sparsam.sam import SAM
 
-transformers = need("transformers", "SAMTrainer", extra="hf")
-need("accelerate", "SAMTrainer", extra="hf")
+transformers = need("transformers", "the classes for the Hugging Face Trainer", extra="hf")
+need("accelerate", "the classes for the Hugging Face Trainer", extra="hf")
 
 
 class SAMTrainer(transformers.Trainer):  # type: ignore[misc,name-defined]

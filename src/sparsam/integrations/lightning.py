@@ -18,8 +18,8 @@ from sparsam.errors import UserRuntimeError, need
 from sparsam.integrations.passes import current_scale, find_sam, run_passes
 from sparsam.sam import SAM
 
-lightning = need("lightning.pytorch", "SAMModule and SAMMonitor", extra="lightning")
-call_hook = need("lightning.pytorch.trainer.call", "SAMModule and SAMMonitor", extra="lightning")._call_strategy_hook
+lightning = need("lightning.pytorch", "the classes for Lightning", extra="lightning")
+call_hook = need("lightning.pytorch.trainer.call", "the classes for Lightning", extra="lightning")._call_strategy_hook
 
 
 class SAMModule(lightning.LightningModule):  # type: ignore[misc,name-defined]
