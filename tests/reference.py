@@ -48,14 +48,17 @@ class Reference:
         self.step_count = 0
         self.m: list[Vector] | None = None
 
-    def step(self, micro_batches: int = 1) -> float:
-        """Take one step, rho None meaning the base optimizer, at w or along the momentum; return the loss there."""
+    def step(self, micro_batches: int = 1, ascent_batches: int | None = None) -> float:
+        """Take one step, rho None meaning the base optimizer, at w or along the momentum; return the loss there.
+
+        The gradient is the mean over micro-batches, at w only over the first `ascent_batches` of them.
+        """
         w = [self.read(p) for p in self.params]
         if self.rho is None and self.momentum_rho:
             for p, values in zip(self.params, self.ahead(w), strict=True):
                 self.write(p, values)
         random_state = torch.get_rng_state()
-        value, g = self.gradient(micro_batches)
+        value, g = self.gradient(ascent_batches or micro_batches)
         self.g = g
         if self.rho is not None:
             after_first = torch.get_rng_state()

@@ -70,6 +70,80 @@ def test_accumulation_over_micro_batches(way):
     assert t.model[1].num_batches_tracked == 15  # as often as plain training with accumulation
 
 
+def smooth_task(samples=24):
+    """A network without BatchNorm: the mean gradient of equal parts is that of the joined batch."""
+    t = task(samples=samples)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.GroupNorm(2, 6), nn.Tanh(), nn.Linear(6, 3))
+    return t._replace(model=model.double())
+
+
+@pytest.mark.parametrize("mask", [None, sparsam.RandomMask(0.5, interval=2)], ids=["dense", "random"])
+@pytest.mark.parametrize("ascent", [None, sparsam.FriendlyAscent()], ids=["gradient", "friendly"])
+def test_accumulation_is_sam_on_the_joined_batch(mask, ascent):
+    t = smooth_task()
+    joined = t._replace(model=copy.deepcopy(t.model))
+    opt, other = (
+        SAM(each.model.parameters(), torch.optim.SGD, rho=0.3, mask=mask, ascent=ascent, **BASE) for each in (t, joined)
+    )
+    reference = reference_for(
+        t,
+        friendly=(1.0, 0.6) if ascent else None,
+        mask=mask and (lambda r: [m.reshape(-1).numpy() for m in other.masks()]),
+    )
+
+    def closure():
+        opt.zero_grad()
+        for x, y in zip(t.x.chunk(4), t.y.chunk(4), strict=True):
+            (F.cross_entropy(t.model(x), y) / 4).backward()
+
+    for _ in range(5):
+        opt.step(closure)
+        other.step(joined.closure(other))
+        reference.step()
+        close(t.model, reference.model)
+        close(t.model, joined.model)
+
+
+@pytest.mark.parametrize("model", [True, False], ids=["with model=", "without"])
+def test_ascent_by_the_first_micro_batch_alone(model):
+    """The ascent costs 1/k of a pass: k + 1 forward passes a step instead of 2 k."""
+    t, k = smooth_task(), 4
+    parts = list(zip(t.x.chunk(k), t.y.chunk(k), strict=True))
+    reference = Reference(
+        copy.deepcopy(t.model), lambda m, i: F.cross_entropy(m(parts[i][0]), parts[i][1]), rho=0.3, **BASE
+    )
+    opt = SAM(t.model.parameters(), torch.optim.SGD, rho=0.3, model=t.model if model else None, **BASE)
+    forwards = []
+    t.model.register_forward_hook(lambda *_: forwards.append(1))
+    for _ in range(5):
+        opt.zero_grad()
+        F.cross_entropy(t.model(parts[0][0]), parts[0][1]).backward()
+        with opt.perturbed():
+            opt.zero_grad()
+            for x, y in parts:
+                (F.cross_entropy(t.model(x), y) / k).backward()
+        opt.step()
+        reference.step(micro_batches=k, ascent_batches=1)
+        close(t.model, reference.model)
+    assert len(forwards) == 5 * (k + 1)
+
+
+def test_statistics_of_the_first_micro_batch_alone():
+    """What docs/loops.md says of BatchNorm, where the ascent is by the first micro-batch."""
+    t = task()
+    plain = t._replace(model=copy.deepcopy(t.model), x=t.x[:8], y=t.y[:8])
+    opt = SAM(t.model.parameters(), torch.optim.SGD, rho=0.3, model=t.model, **BASE)
+    opt.zero_grad()
+    F.cross_entropy(t.model(t.x[:8]), t.y[:8]).backward()
+    with opt.perturbed():
+        opt.zero_grad()
+        for x, y in zip(t.x.chunk(3), t.y.chunk(3), strict=True):
+            (F.cross_entropy(t.model(x), y) / 3).backward()
+    opt.step()
+    plain.loss()
+    assert same(list(t.model.buffers()), list(plain.model.buffers()))
+
+
 def test_clipping_in_both_passes():
     t = task()
     reference = reference_for(t, clip=0.05)

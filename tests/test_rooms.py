@@ -28,6 +28,7 @@ LAYERS = [  # of the core: each may import itself and what stands above it here
 CORE = set().union(*LAYERS)
 MAY_IMPORT = {  # besides itself
     **{name: set().union(*LAYERS[: level + 1]) for level, layer in enumerate(LAYERS) for name in layer},
+    "integrations": CORE,
     "models": CORE,
     "data": CORE,
     "runs": CORE | {"models", "data"},

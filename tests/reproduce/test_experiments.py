@@ -87,7 +87,7 @@ def test_tables_share_runs(tmp_path):
     """Tables 1, 8 and 9 have SSAM-F at sparsity 0.5 with 128 samples and a new mask each epoch."""
     together = plan_runs(find_experiments(["table1", "table8", "table9"]), 2, tmp_path)
     names = [run.path.name for run in together]
-    assert len(set(names)) == len(names) == 2 * (31 + 10 + 20)
+    assert len(set(names)) == len(names) == 2 * (32 + 10 + 20)
     assert names[:2] == ["cifar10-resnet18-sgd-seed0", "cifar10-resnet18-sgd-seed1"]
     assert [run.recipe.train.seed for run in together[:2]] == [0, 1]
 

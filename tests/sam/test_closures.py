@@ -15,7 +15,7 @@ from sparsam.errors import UserRuntimeError
 NOT_CLEARED = (
     r"^the closure must clear the gradients, with opt.zero_grad\(\) in its first line, but does not: .*another$"
 )
-ACCUMULATED = r"^the closure must clear the gradients, but added to some from before step\(closure\): .*accumulate_grad"
+ACCUMULATED = r"^the closure must clear the gradients, but added to some from before step\(closure\): .*SAMModule"
 
 
 def clears(how):

@@ -17,7 +17,7 @@ NOT_CLEARED = (
 )
 ACCUMULATED = (
     "the closure must clear the gradients, but added to some from before step(closure): accumulate all of them inside "
-    "the closure (in Lightning: accumulate_grad_batches=1)"
+    "the closure (in Lightning: derive from sparsam.integrations.lightning.SAMModule)"
 )
 
 

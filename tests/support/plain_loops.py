@@ -1,0 +1,113 @@
+"""The loop that a trainer must equal, and what a launcher tells each of its processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from sparsam import SAM
+
+BASE = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
+
+
+def train(
+    model: nn.Module,
+    opt: SAM,
+    dataset: Dataset | DataLoader,
+    *,
+    batch: int = 4,
+    k: int = 1,
+    epochs: int = 2,
+    clip: Callable[[Any], object] | None = None,
+    clip_first: bool = True,
+    whole_windows: bool = True,
+    autocast: torch.dtype | None = None,
+) -> list[float]:
+    """Train with accumulation over k batches; return the loss of each step.
+
+    With `whole_windows` the last step of an epoch divides by k too, where there are fewer batches. With `clip_first`
+    the gradient at w is clipped too.
+    """
+    losses = []
+    loader = dataset if isinstance(dataset, DataLoader) else DataLoader(dataset, batch_size=batch)
+
+    def closure() -> float:
+        nonlocal calls
+        calls += 1
+        opt.zero_grad()
+        total = 0.0
+        for x, y in window:
+            with nullcontext() if autocast is None else torch.autocast("cpu", autocast):
+                loss = F.cross_entropy(model(x), y) / (k if whole_windows else len(window))
+            loss.backward()
+            total += loss.item()
+        if clip is not None and (clip_first or calls >= 1 + opt.needs_second_pass):
+            clip(model.parameters())
+        return total
+
+    for _ in range(epochs):
+        batches = list(loader)
+        for start in range(0, len(batches), k):
+            window, calls = batches[start : start + k], 0
+            losses.append(opt.step(closure))
+    return losses
+
+
+def train_scaled(model: nn.Module, opt: SAM, dataset: Dataset, *, k: int, overflows: tuple[int, ...] = ()) -> float:
+    """Train in fp16 with a GradScaler, clipping and accumulation, as docs/loops.md does; return the last scale.
+
+    The loss is infinite in the steps of `overflows`, which are counted whether they are taken or not.
+    """
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    attempt = 0
+
+    def backward() -> None:
+        for x, y in window:
+            with torch.autocast("cpu", torch.float16):
+                loss = F.cross_entropy(model(x), y) * (torch.inf if attempt in overflows else 1)
+            scaler.scale(loss / k).backward()
+
+    for _ in range(2):
+        batches = list(DataLoader(dataset, batch_size=4))
+        for start in range(0, len(batches), k):
+            window = batches[start : start + k]
+            opt.zero_grad()
+            backward()
+            with opt.perturbed(scale=scaler.get_scale()):
+                opt.zero_grad()
+                backward()
+            scaler.unscale_(opt)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(opt)
+            scaler.update()
+            attempt += 1
+    return scaler.get_scale()
+
+
+def scale_on_cpu(accelerator: Any) -> torch.amp.GradScaler:
+    """Let Accelerate train in fp16 with a GradScaler on the CPU, as it does on a GPU; call before `prepare`."""
+    accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    return accelerator.scaler
+
+
+def smooth_network() -> nn.Module:
+    """Return a network without BatchNorm: the mean gradient of equal parts is that of the joined batch."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        network = nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.GroupNorm(2, 6), nn.Tanh(), nn.Linear(6, 3))
+    return network.double()
+
+
+def as_launched(rank: int, world_size: int = 2) -> None:
+    """Set what torchrun sets for each of its processes; the process group exists already."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": world_size}
+    numbers |= {"LOCAL_WORLD_SIZE": world_size, "MASTER_PORT": 29500, "TORCHELASTIC_RUN_ID": "test"}
+    os.environ.update({name: str(value) for name, value in numbers.items()}, MASTER_ADDR="127.0.0.1")
