@@ -116,13 +116,16 @@ def measure_cost(model, x, y, repeats):
     """Return the seconds of each way, `repeats` times; the ways take turns so that disturbances hit all of them."""
     few = x[:SAMPLES], y[:SAMPLES]
 
+    def diagonal(samples=SAMPLES, **how):
+        return lambda: diagonal_fisher(model, F.cross_entropy, x[:samples], y[:samples], **how)
+
     def signs(chunk, samples):
-        return lambda: fisher(model, x[:samples], y[:samples], method="signs", chunk_size=chunk)
+        return diagonal(samples, method="signs", chunk_size=chunk)
 
     ways = {
         "batch gradient": lambda: batch_gradient(model, *few),
-        "exact, one by one": lambda: fisher(model, *few),
-        "exact, chunks of 32 (vmap)": lambda: fisher(model, *few, chunk_size=32),
+        "exact, one by one": diagonal(),
+        "exact, chunks of 32 (vmap)": diagonal(chunk_size=32),
         **{f"signs, chunks of {chunk}": signs(chunk, SAMPLES) for chunk in CHUNKS},
         f"signs, chunks of 32, {MANY} samples": signs(32, MANY),
     }

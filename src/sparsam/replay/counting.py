@@ -113,8 +113,8 @@ def count_costs(model: nn.Module, example_inputs: Any) -> Counts:
         _run(network, example_inputs)
 
     with _same_everywhere(network):
-        seen = not is_compiled(model) and not is_compiled(network)
-        cuts = find_cuts(network, run, passes=0) if seen else []
+        hidden = any(is_compiled(module) and network in set(module.modules()) for module in model.modules())
+        cuts = [] if hidden else find_cuts(network, run, passes=0)
         counter = _Counter()
         with preserve_state(network), counter:
             spans = spans_after(network, [cut.name for cut in cuts], run, lambda: counter.work)
@@ -160,9 +160,11 @@ def _seed(model: nn.Module) -> None:
     """Let random numbers, which may skip layers, start where they always do."""
     torch.default_generator.manual_seed(0)
     for device in {p.device for p in model.parameters()}:
-        if device.type not in ("cpu", "meta"):
-            with torch.device(device):
-                torch.get_device_module(device).manual_seed(0)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(0)
+        elif device.type not in ("cpu", "meta"):
+            torch.get_device_module(device).manual_seed(0)
 
 
 @contextmanager
