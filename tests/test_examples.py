@@ -45,7 +45,7 @@ def test_training_script_learns_the_digits(script):
     assert accuracies[-1] == accuracies[-2] >= 98.0
 
 
-@pytest.mark.parametrize("script", ["train_sparsam.py", "thrifty.py"])
+@pytest.mark.parametrize("script", ["train_sparsam.py", pytest.param("thrifty.py", marks=pytest.mark.slow)])
 def test_training_script_repeats_itself_for_a_seed(script):
     first, again = (run(script, "--epochs", "5", "--seed", "3") for _ in range(2))
     assert first == again

@@ -43,6 +43,7 @@ def test_the_command_end_to_end(runs, tmp_path):
             "setup": "resnet-small on digits",
             "weights": "last",
             "epochs": 1,
+            "samples_asked": 5000,
         }
         assert re.search(rf"{name} +{found.centre:.4g} +{found.median:.4g} +{found.losses.max():.4g} +0 +16", text)
 

@@ -39,10 +39,6 @@ rows_of = ["table1"]
 [figure4]
 shows = "landscape"
 rows = [{ recipe = "digits-sam" }]
-
-[figure5]
-shows = "hessian"
-rows = [{ recipe = "digits-sam" }]
 """
 NAMES = ("digits-sgd", "digits-ssam-f-samples16", "digits-sam")
 QUICK = ("--set", "train.deterministic=true", "--device", "cpu", "--rounds", 2)
@@ -119,10 +115,9 @@ def test_a_figure_is_measured_and_drawn(reproduced):
     assert measured["samples"] == 128
     assert f"{100 * measured['below_zero']['']:.1f}" in text
     assert "figure1: figure1 (scaled down" in text
-    for picture in ("figure1/gradients.png", "figure3/sparsity.png", "figure4/landscape.html", "figure5/hessian.png"):
+    for picture in ("figure1/gradients.png", "figure3/sparsity.png", "figure4/landscape.html"):
         assert (output / picture).is_file()
     assert "SAM" in (output / "figure2" / "resnet-small-on-digits.html").read_text()
-    assert json.loads((output / "digits-sam-epochs2-seed0" / "analysis" / "hessian.json").read_text())["samples"] == 128
 
 
 def test_again_trains_and_measures_nothing(own, reproduced):
@@ -213,6 +208,17 @@ def test_no_resume_refuses_runs_that_are_there(own, reproduced):
     assert "--no-resume starts anew, but there are runs already, such as" in done.stderr
 
 
+@pytest.mark.slow
+def test_the_spectrum_of_a_run(tmp_path):
+    file = tmp_path / "own.toml"
+    file.write_text("[figure5]\nshows = 'hessian'\nrows = [{ recipe = 'digits-sam' }]\n")
+    invoke("reproduce", file, "--epochs", 1, "--samples", 64, "-o", tmp_path, *QUICK)
+    measured = json.loads((tmp_path / "digits-sam-epochs1-seed0" / "analysis" / "hessian.json").read_text())
+    assert measured["samples"] == 64
+    assert (tmp_path / "figure5" / "hessian.png").is_file()
+
+
+@pytest.mark.slow
 def test_a_killed_command_goes_on_and_neither_loses_nor_repeats_an_epoch(tmp_path):
     """SIGKILL in mid-run, then the same command: all files are those of a run that was never stopped."""
     name, epochs = "digits-sam-epochs6", ("--set", "train.epochs=6")

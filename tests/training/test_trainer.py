@@ -123,7 +123,7 @@ def test_seeds_matter_and_repeat(tmp_path):
 
 SETTINGS = [
     ["train.precision=bf16"],
-    ["train.precision=fp16"],
+    pytest.param(["train.precision=fp16"], marks=pytest.mark.slow, id="train.precision=fp16"),  # slow on a CPU
     ["optimizer.name=adamw", "optimizer.lr=0.003"],
     ["train.channels_last=false"],
     ["mask.name=norm"],
