@@ -116,7 +116,7 @@ def reproduce(
     if dry_run:
         _estimate(planned, device)
         return
-    _check(planned, at_once, resume=resume)
+    _check(planned, at_once if engine is Engine.local else 1, resume=resume)
     failed = _train(planned, engine, device, at_once, address, retries)
     if part is None:
         finished = [run for run in planned if RunDirectory(run.path).finished]
