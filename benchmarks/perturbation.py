@@ -60,20 +60,20 @@ def main():
     shape = (options.layers, options.width, options.width)
     weights, grads = (list(torch.randn(shape, device=device).to(DTYPES[options.dtype]).unbind()) for _ in range(2))
     masks = list((torch.rand(shape, device=device) < 0.5).unbind())
-    clock, rows = Clock(device), {}
-    for name, (masked, adaptive) in CASES.items():
-        arguments = weights, grads, masks if masked else None, adaptive
-        seconds = {"loop": [], "sparsam": []}
-        for turn in range(options.rounds + 3):
+    clock = Clock(device)
+    seconds = {name: {"loop": [], "sparsam": []} for name in CASES}
+    for turn in range(options.rounds + 3):
+        for name, (masked, adaptive) in CASES.items():
+            arguments = weights, grads, masks if masked else None, adaptive
             for who, work in (("loop", loop), ("sparsam", library)):
                 taken = clock.time(lambda work=work, arguments=arguments: work(*arguments))
                 if turn >= 3:  # the first ones warm up
-                    seconds[who].append(taken)
-        ratio = StepRatio.of([ours / theirs for ours, theirs in zip(seconds["sparsam"], seconds["loop"], strict=True)])
-        rows[name] = {
-            "ratio": ratio.to_dict(),
-            **{f"{who}_ms": 1000 * statistics.median(s) for who, s in seconds.items()},
-        }
+                    seconds[name][who].append(taken)
+    rows = {}
+    for name, times in seconds.items():
+        ratios = [ours / theirs for ours, theirs in zip(times["sparsam"], times["loop"], strict=True)]
+        medians = {f"{who}_ms": 1000 * statistics.median(s) for who, s in times.items()}
+        rows[name] = {"ratio": StepRatio.of(ratios).to_dict(), **medians}
     result = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
         "threads": torch.get_num_threads(),

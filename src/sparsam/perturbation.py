@@ -10,7 +10,8 @@ The norm is that of the whole gradient, also of what the mask leaves out, unless
 
 Each list is worked on in *buckets*: the tensors that share a device and a dtype (and a rho). On a GPU a bucket costs a
 handful of kernels however many layers it has, and the GPU decides whether to perturb: nothing here waits for it. On a
-CPU memory is what takes time: each tensor is gone over as few times as possible, and only small pieces are made anew.
+CPU memory is what takes time: each tensor is gone over as few times as possible. What is made anew is small, because
+large pieces of memory come from the system, page by page, and go back to it at once.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import Tensor
 # Where torch's fused SGD is used. On CUDA it reads the scale in float32, which is not enough for float64. On a CPU it
 # leaves most bf16 and fp16 weights as they are, and saves nothing beside add_.
 FUSED = {"cuda": (torch.float32, torch.bfloat16, torch.float16)}
-SLAB = 2**18  # numbers that a thread works on at a time, on a CPU: they stay in its cache
+SLAB = 2**19  # numbers that a thread works on at a time, on a CPU
 BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
@@ -168,7 +169,7 @@ def _add_on_host(
             for slabs in zip(*map(_slabs, [p, copy, direction, *masks]), strict=True):
                 _add_slab_on_host(*slabs, scale=scale, adaptive=adaptive)
         else:
-            p.add_(direction, alpha=scale)  # in one go: nothing is made that could stay in the cache
+            p.add_(direction, alpha=scale)  # makes nothing anew
 
 
 def _add_slab_on_host(
@@ -190,7 +191,7 @@ def _add_slab_on_host(
 
 
 def _slabs(t: Tensor) -> Sequence[Tensor]:
-    """Cut a tensor along its first dimension into pieces of which several fit into the cache."""
+    """Cut a tensor along its first dimension into pieces that are small, but large enough for all threads."""
     if t.numel() <= (size := SLAB * torch.get_num_threads()):
         return [t]
     return torch.split(t, max(1, size * len(t) // t.numel()))
