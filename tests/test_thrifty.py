@@ -221,7 +221,10 @@ def test_groups_and_settings_are_passed_on():
 
 
 def test_few_weights_give_a_warning():
-    with pytest.warns(UserWarning, match=r"thrifty perturbs few weights: from 2 on, 3\.82 % of .*; an earlier cut"):
+    with pytest.warns(
+        UserWarning,
+        match=r"thrifty perturbs few weights: from 2 on, 3\.82 % of .*; a larger budget, or cut=, perturbs more",
+    ):
         thrifty(
             nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1), nn.Linear(1, 50)),
             torch.optim.SGD,
@@ -229,6 +232,21 @@ def test_few_weights_give_a_warning():
             total_steps=100,
             cut="2",
         )
+
+
+def test_params_must_hold_something_after_the_cut():
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    for params in (model[0].parameters(), nn.Linear(2, 2).parameters()):
+        with pytest.raises(ValueError, match=r"params must hold weights of the model from '3' on, .* but hold none"):
+            thrifty(model, torch.optim.SGD, torch.ones(64, 16), total_steps=100, cut="3", params=params, lr=0.1)
+
+
+def test_a_named_fraction_is_one_of_whole_steps():
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    opt = thrifty(model, torch.optim.SGD, torch.ones(64, 16), total_steps=12, cut="2", fraction=0.34, lr=0.1)
+    aware = [step for step in range(12) if opt.schedule.ascent(step, opt.ascent) is not None]
+    assert len(aware) == 5
+    assert opt.choice.fraction == pytest.approx(5 / 12)
 
 
 def test_a_model_without_a_cut():

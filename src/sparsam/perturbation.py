@@ -61,7 +61,7 @@ def perturb(
     chosen = [i for i, m in enumerate(selection) if m is not False and (isinstance(rhos[i], Tensor) or rhos[i])]
     saved: list[Saved] = []
     try:
-        for indices in _buckets((id(rhos[i]), params[i], i) for i in chosen if params[i].numel()):
+        for indices in _buckets((rhos[i], params[i], i) for i in chosen if params[i].numel()):
             w = [params[i] for i in indices]
             d = [directions[i] for i in indices]
             m = [selection[i] for i in indices]

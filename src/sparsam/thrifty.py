@@ -31,6 +31,7 @@ from sparsam.checks import check_module, check_number, check_rho, check_whole
 from sparsam.errors import UserValueError, warn
 from sparsam.masks import SuffixMask
 from sparsam.replay import CountedCut, Counts, count_costs
+from sparsam.replay.modules import parameters_before_by_order, unwrap
 from sparsam.sam import SAM
 from sparsam.schedules import LastSteps
 
@@ -131,9 +132,15 @@ def thrifty(
         **base_arguments,
     )
     opt.choice = choice
+    before = parameters_before_by_order(unwrap(model), choice.cut)
+    after = set(model.parameters()) - before
+    if not any(p in after for group in opt.param_groups for p in group["params"]):
+        raise UserValueError(
+            f"params must hold weights of the model from {choice.cut!r} on, where they are perturbed, but hold none"
+        )
     _log.info("thrifty: %s", choice)
     if choice.weights < FEW_WEIGHTS:
-        warn(f"thrifty perturbs few weights: {choice}; an earlier cut of the model perturbs more, if it has one")
+        warn(f"thrifty perturbs few weights: {choice}; a larger budget, or cut=, perturbs more")
     return opt
 
 
@@ -175,13 +182,14 @@ def choose(
     else:
         affordable = [c for c, cost in allowed.items() if cut is not None or fraction <= bought(budget, cost)]
         if not affordable:
-            cheapest = [*costs][-1]
+            cheapest = min(costs, key=lambda c: costs[c])
             least = 1 + fraction * (costs[cheapest] - 1)
             raise UserValueError(
                 f"budget must be at least {_rounded_up(least)} for the last {100 * fraction:.3g} % of the steps, even "
                 f"from {cheapest.name!r} on, but is {budget:g}"
             )
         chosen = affordable[0]
+        fraction = 1 - math.floor((1 - fraction) * total_steps + 1e-6) / total_steps  # whole steps
     cost = 1 + fraction * (allowed[chosen] - 1)
     return Choice(chosen.name, chosen.weights, float(fraction), int(total_steps), cost)
 

@@ -71,9 +71,9 @@ def trainer(epochs=2, **options):
     return L.Trainer(accelerator="cpu", max_epochs=epochs, enable_model_summary=False, **{**quiet, **options})
 
 
-def fit(net, dataset, batch=4, **options):
+def fit(net, dataset, batch=4, validation=None, **options):
     runner = trainer(**options)
-    runner.fit(net, DataLoader(dataset, batch_size=batch))
+    runner.fit(net, DataLoader(dataset, batch_size=batch), validation and DataLoader(validation, batch_size=batch))
     return runner
 
 
@@ -298,7 +298,6 @@ def test_monitor_names_the_groups():
     assert runner.callback_metrics["sparsam/rho/1"] == pytest.approx(0.5)
 
 
-@pytest.mark.skipif(not hasattr(sparsam, "refresh_batchnorm"), reason="sparsam.refresh_batchnorm is not there yet")
 def test_monitor_refreshes_batchnorm_when_training_ends():
     class Forward(Net):
         def forward(self, x):
@@ -313,10 +312,22 @@ def test_monitor_refreshes_batchnorm_when_training_ends():
     assert not same(before, weights(other.model))
 
 
-@pytest.mark.skipif(hasattr(sparsam, "refresh_batchnorm"), reason="sparsam.refresh_batchnorm is there")
-def test_batchnorm_cannot_be_refreshed_yet():
-    with pytest.raises(RuntimeError, match="refresh_batchnorm must be False"):
-        SAMMonitor(refresh_batchnorm=True)
+def test_a_validation_step_may_be_the_training_step():
+    """Its losses are those of its batches, and what it sees is not trained on."""
+
+    class Validated(Net):
+        losses: list = []  # noqa: RUF012
+
+        def validation_step(self, batch, index):
+            self.losses.append(float(self.training_step(batch, index)))
+
+    t, other = task(), task()
+    net = Validated(t.model, lambda: sam(t.model))
+    fit(net, t.dataset, validation=t.dataset)
+    train(other.model, sam(other.model), other.dataset)
+    assert same(weights(t.model), weights(other.model))
+    assert len(net.losses) > 1
+    assert min(net.losses) > 0
 
 
 def test_monitor_needs_sam():

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-import sparsam
+from sparsam.batchnorm import refresh_batchnorm
 from sparsam.errors import UserRuntimeError, need
 from sparsam.integrations.passes import current_scale, find_sam, run_passes
 from sparsam.sam import SAM
@@ -113,8 +113,13 @@ def _waiting(training_step: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(training_step)
     def wrapper(self: SAMModule, *arguments: Any, **options: Any) -> Any:
-        accumulates = not self._stepping and self.automatic_optimization and self._trainer is not None
-        if not accumulates or find_sam(self.trainer.optimizers[0]) is None:
+        fits = self._trainer is not None and self.trainer.training  # not in validation, nor outside of fit
+        if (
+            not fits
+            or self._stepping
+            or not self.automatic_optimization
+            or find_sam(self.trainer.optimizers[0]) is None
+        ):
             return training_step(self, *arguments, **options)
         if any(hasattr(argument, "__next__") for argument in arguments):
             raise UserRuntimeError(
@@ -145,8 +150,6 @@ class SAMMonitor(lightning.Callback):  # type: ignore[misc,name-defined]
         self.refresh_batchnorm = refresh_batchnorm
         self.aware_steps = 0
         self._before: tuple[int, bool] = 0, False
-        if refresh_batchnorm and not hasattr(sparsam, "refresh_batchnorm"):
-            raise UserRuntimeError("refresh_batchnorm must be False, because this version of sparsam cannot do it")
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         """Note whether the coming step is sharpness-aware."""
@@ -173,8 +176,7 @@ class SAMMonitor(lightning.Callback):  # type: ignore[misc,name-defined]
     def on_train_end(self, trainer: Any, module: Any) -> None:
         """Refresh BatchNorm, if asked for."""
         if self.refresh_batchnorm:
-            refresh: Callable[[Any, Any], int] = vars(sparsam)["refresh_batchnorm"]
-            refresh(module, trainer.train_dataloader)
+            refresh_batchnorm(module, trainer.train_dataloader)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run goes on from."""

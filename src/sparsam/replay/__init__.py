@@ -10,7 +10,6 @@ __all__ = [
     "Counts",
     "Cut",
     "ReplayedPasses",
-    "choose_cut",
     "count_costs",
     "cut_costs",
     "find_cuts",

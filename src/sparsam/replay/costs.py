@@ -74,7 +74,7 @@ def _perturbing(params: Sequence[Tensor], adaptive: bool, direction: Direction |
     def work() -> None:
         used = [p for p in params if p.grad is not None]
         grads: Sequence[Tensor] = [p.grad for p in used if p.grad is not None]
-        rho = torch.zeros((), device=params[0].device)
+        rho = torch.ones((), device=params[0].device)  # at 0 nothing would be done
         if used:
             dense, rhos = [True] * len(used), [rho] * len(used)
             restore(perturb(used, direction(used, grads) if direction else grads, dense, rhos, adaptive=adaptive))

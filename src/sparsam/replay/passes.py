@@ -23,6 +23,13 @@ REMEDY = (
 )
 
 
+NOT_REPEATABLE = (
+    "two whole passes differ. Something keeps a state between passes that is no buffer (a list, a counter), changes "
+    "its input or weights in place, draws random numbers by Python or NumPy (use torch's), or adds to gradients that "
+    "the closure does not clear"
+)
+
+
 class NotProvenError(Exception):
     """A shorter pass was not the one that was to be proven."""
 
@@ -54,6 +61,9 @@ class ReplayedPasses(Passes):
         with self.replay.first_pass():
             loss = closure()
         self.replay.learn(loss)
+        recording = self.replay.recording
+        if recording is not None and (path := self.replay.known_path(recording)) is not None:
+            self._check_capture(recording, path)  # before masks and ascents keep what no graph has computed
         return loss
 
     def find_scope(self, params: Sequence[Tensor]) -> None:
@@ -100,6 +110,8 @@ class ReplayedPasses(Passes):
             path.proven = min(path.proven, 1)
         if recording is not None and path is not None:
             self._check_capture(recording, path)
+            if not _is_capturing():
+                self._latest.append(recording.path)
         if recording is None or path is None:
             recording = None  # and the graph that it holds
             self._keep_skipped()
@@ -116,9 +128,8 @@ class ReplayedPasses(Passes):
 
     def _check_capture(self, recording: Recording, path: Path) -> None:
         """Refuse to capture a step that has to prove its path, or that takes another one than the steps before it."""
-        if not _is_capturing():
-            self._latest.append(recording.path)
-        elif path.proven < 2 or any(latest != recording.path for latest in self._latest):
+        another = path.proven < 2 or any(latest != recording.path for latest in self._latest)
+        if another and _is_capturing():
             raise CaptureError(
                 f"a step that is captured in a CUDA graph must take the path to {recording.cut!r} that the two steps "
                 f"before it took and proved, but takes a new one: take these steps without a graph"
@@ -192,7 +203,7 @@ class ReplayedPasses(Passes):
             with self.replay.alone():
                 again = self._outcome(self._whole(closure))
             if not is_repeatable(whole, again, rough=rough):
-                return "two whole passes differ: random numbers that torch does not know?"
+                return NOT_REPEATABLE
             reason = difference(whole, other, rough=rough, but=but, noise=again)
         return reason
 
@@ -206,7 +217,8 @@ class ReplayedPasses(Passes):
 
     def _conclude(self, path: Path, reason: str, what: str) -> None:
         if reason:
-            self.replay.give_up(f"{what} is not equal to a whole one: {reason}. {REMEDY}")
+            remedy = "" if reason == NOT_REPEATABLE else f". {REMEDY}"
+            self.replay.give_up(f"{what} is not equal to a whole one: {reason}{remedy}")
         else:
             path.proven += 1
 

@@ -203,6 +203,10 @@ class Replay:
         self._warn(reason)
         return None if reason else self._paths.get(recording.path)
 
+    def known_path(self, recording: Recording) -> Path | None:
+        """Return what is known of the path of a first pass; None if nothing is replayed on it."""
+        return None if self._off or recording.obstacle else self._paths.get(recording.path)
+
     @contextmanager
     def second_pass(self, recording: Recording, in_full: Callable[[], None]) -> Iterator[Reuse]:
         """Let the block's forward pass start at the cut, as far as that gives what the whole pass would.
@@ -226,8 +230,8 @@ class Replay:
             return recording.obstacle
         if recording.input is None or recording.before is None:
             return (
-                f"the first pass did not call {cut!r} where it can be seen (is the model compiled as a whole? compile "
-                f"its blocks instead)"
+                f"the first pass did not call {cut!r} where it can be seen (does the model skip it at times, or is it "
+                f"compiled as a whole? compile its blocks instead)"
             )
         if recording.forwards > 1:
             return f"the closure ran the model {recording.forwards} times, and only a single forward pass is replayed"

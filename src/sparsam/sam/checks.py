@@ -115,7 +115,7 @@ def check_groups(base: Optimizer) -> None:
 
 
 def _check_shared_storage(base: Optimizer) -> None:
-    """Refuse weights that lie in the same memory and have different radii."""
+    """Refuse weights that lie in the same memory and have different radii, or that a GPU would write side by side."""
     places: dict[int, list[tuple[int, int, int, Any]]] = {}
     for i, group in enumerate(base.param_groups):
         for p in group["params"]:
@@ -125,7 +125,13 @@ def _check_shared_storage(base: Optimizer) -> None:
             start, end, rho = p.data_ptr(), p.data_ptr() + span * p.itemsize, group.get("rho")
             others = places.setdefault(p.untyped_storage().data_ptr(), [])
             for other_start, other_end, j, other in others:
-                if start < other_end and other_start < end and j != i and other is not rho and other != rho:
+                overlap = start < other_end and other_start < end
+                if overlap and p.device.type != "cpu":
+                    raise UserValueError(
+                        f"weights must not share memory on {p.device}, where kernels write several tensors at a time, "
+                        f"but two of parameter groups {j} and {i} do; tie weights by using one parameter twice"
+                    )
+                if overlap and j != i and other is not rho and other != rho:
                     raise UserValueError(
                         f"weights that share memory must have the same rho, but parameter groups {j} and {i} share "
                         f"some and have {other} and {rho}"
