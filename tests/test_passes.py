@@ -92,7 +92,7 @@ def test_constant_buffers_are_not_copied():
     opt = SAM(model.parameters(), torch.optim.SGD, rho=0.5, lr=0.1, model=model)
     model(torch.ones(2, 4)).sum().backward()
     with opt.perturbed():
-        assert not any(saved._places for saved in opt._passes._buffers)
+        assert not any(saved.places for saved in opt._passes._buffers)
 
 
 class ThroughData(nn.Module):
