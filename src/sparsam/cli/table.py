@@ -9,6 +9,7 @@ from rich.table import Table as RichTable
 from sparsam.report import Table
 from sparsam.report.table import NONE
 
+LONG_NAME = 20  # a name in the first column that is longer may be broken
 NOTES = 118  # from this width on, cells have their notes
 LEAST_WANTED = (
     "Training time",
@@ -23,16 +24,20 @@ LEAST_WANTED = (
 def show_table(table: Table, console: Console) -> None:
     """Print the table: no column that is empty, and none that does not fit (the page has them all)."""
     columns = [i for i in range(len(table.columns)) if any(row[i].text != NONE for row in table.rows)]
-    for name in LEAST_WANTED:
-        if sum(_width(table, i) + 3 for i in columns) > console.width:
+    least = [_width(table, i) if i else min(_width(table, i), LONG_NAME) for i in range(len(table.columns))]
+    for name in (*LEAST_WANTED, *reversed(table.columns[2:])):
+        if sum(least[i] + 3 for i in columns) > console.width:
             columns = [i for i in columns if table.columns[i] != name]
     shown = RichTable(box=SIMPLE_HEAD, pad_edge=False)
     notes = console.width >= NOTES
     tight = sum(max(_width(table, i), len(table.columns[i])) + 3 for i in columns) > console.width
     for i in columns:  # where not all fits in one line, headings are broken, numbers are not
-        width = _width(table, i) if tight and i else None
         shown.add_column(
-            table.columns[i], justify="right" if i else "left", width=width, min_width=width, overflow="fold"
+            table.columns[i],
+            justify="right" if i else "left",
+            width=least[i] if tight and i else None,
+            min_width=least[i],
+            overflow="fold",
         )
     for row in table.rows:
         cells = [row[i] for i in columns]
