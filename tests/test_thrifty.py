@@ -279,6 +279,7 @@ print(tuple(opt.choice))
 """
 
 
+@pytest.mark.slow
 def test_two_processes_under_different_load_choose_the_same():
     source = str(Path(__file__).parents[1] / "src")
     processes = [
@@ -312,6 +313,7 @@ def train_in_rank(rank: int) -> tuple:
     return tuple(opt.choice), [p.detach() for p in model.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
 def test_ranks_agree():
     (one, weights), (other, others) = in_ranks(train_in_rank)
