@@ -9,13 +9,13 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 from statistics import fmean, stdev
 
 import pytest
 import torch
 from browser import Page
 from commands import ROOT, invoke, sparsam
+from image_folders import REAL, real_images
 
 from sparsam.runs.library import packaged_recipes
 
@@ -287,15 +287,12 @@ def test_without_its_packages_the_command_says_what_to_install(tmp_path):
         assert message in done.stdout + done.stderr
 
 
-FOLDER = Path(os.environ.get("SPARSAM_DATA", "none")) / "imagefolder-mini"
-
-
-@pytest.mark.skipif(not FOLDER.is_dir(), reason="needs real JPEGs: SPARSAM_DATA names no folder with imagefolder-mini")
+@real_images
 def test_image_folders_train_and_a_corrupt_image_is_named(tmp_path):
     settings = ["model.stem=cifar", "model.name=resnet-small", "data.image_size=32", "data.resize=36", "data.workers=2",
                 "train.epochs=2", "data.batch_size=100", "sam.rho=0.05"]  # fmt: skip
     root = tmp_path / "images"
-    subprocess.run(["cp", "-rL", FOLDER, root], check=True)
+    subprocess.run(["cp", "-rL", REAL, root], check=True)
     subprocess.run(["chmod", "-R", "u+w", root], check=True)
     arguments = [a for s in (*settings, f"data.root={root}") for a in ("--set", s)]
     recipe = "imagenet-resnet50-sam"

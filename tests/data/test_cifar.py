@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from real_images import DATA, needs_cifar
 
 from sparsam.data import cifar
 from sparsam.data.cifar import LAYOUTS, CifarError, load_cifar
@@ -21,17 +22,9 @@ from sparsam.data.images import ImageData
 SMALL = {"cifar10": (50, 20), "cifar100": (200, 100)}  # images to train and to test on, in place of 50,000 and 10,000
 NAMES = sorted(SMALL)
 FILE = {"cifar10": "data_batch_3", "cifar100": "train"}  # one to damage
-ROOT = Path(os.environ.get("SPARSAM_DATA", ""))
 
 
-def real(name: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(
-        not (os.environ.get("SPARSAM_DATA") and (ROOT / LAYOUTS[name].folder).is_dir()),
-        reason=f"needs real images: SPARSAM_DATA names no folder that holds {LAYOUTS[name].folder}",
-    )
-
-
-REAL = [pytest.param(name, marks=real(name)) for name in NAMES]
+REAL = [pytest.param(name, marks=needs_cifar(name)) for name in NAMES]
 
 
 def python2(value: object) -> bytes:
@@ -358,7 +351,7 @@ def loaded() -> dict[str, ImageData]:
 def load_once(name: str, loaded: dict[str, ImageData]) -> ImageData:
     if name not in loaded:
         loaded.clear()  # one at a time: 180 MB each
-        loaded[name] = load_cifar(name, ROOT)
+        loaded[name] = load_cifar(name, DATA)
     return loaded[name]
 
 

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-from pathlib import Path
 
 import pytest
 from commands import sparsam
+from real_images import DATA, needs_cifar
 
-from sparsam.data.cifar import LAYOUTS
-
-DATA = Path(os.environ.get("SPARSAM_DATA", "none"))
-FOLDER = LAYOUTS["cifar100"].folder
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not (DATA / FOLDER).is_dir(), reason=f"needs real images: SPARSAM_DATA names no folder that holds {FOLDER}"
-    ),
-]
+pytestmark = [pytest.mark.slow, needs_cifar("cifar100")]
 ROWS = {"cifar100-resnet18-sgd": 77.80, "cifar100-resnet18-ssam-d": 80.59}
 SLICE = ("data.limit=64", "data.batch_size=32", "train.deterministic=true", f"data.root={DATA}")
 

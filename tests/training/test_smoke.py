@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from pathlib import Path
 
 import pytest
 import torch
 from commands import invoke, sparsam
 from digits_runs import CPU, final_weights, recipe
+from real_images import DATA, needs_cifar
 
 from cases import same
 from sparsam.data import load_digits
-from sparsam.data.cifar import LAYOUTS
 from sparsam.runs.build import build_loader
 from sparsam.runs.directory import RunDirectory
 from sparsam.training import Trainer, resume, train
 from sparsam.training.launch import new_run
-
-DATA = Path(os.environ.get("SPARSAM_DATA", "none"))
-NO_CIFAR = f"needs real images: SPARSAM_DATA names no folder that holds {LAYOUTS['cifar100'].folder}"
 
 
 def read(path):
@@ -37,7 +32,7 @@ def read(path):
             "cifar100-resnet18-sam",
             64,
             ["--set", f"data.root={DATA}", "--set", "data.batch_size=16"],
-            marks=pytest.mark.skipif(not (DATA / LAYOUTS["cifar100"].folder).is_dir(), reason=NO_CIFAR),
+            marks=needs_cifar("cifar100"),
         ),
     ],
 )

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sparsam.cli.analysis import Device, find_device
+from sparsam.data.shapes import SHAPES, Images
 from sparsam.errors import UserValueError
 
 if TYPE_CHECKING:
@@ -33,23 +34,6 @@ class Costs(NamedTuple):
 
     measured: dict[Cut, float]
     counts: Counts
-
-
-class Images(NamedTuple):
-    """What a network is built for."""
-
-    channels: int
-    size: int
-    classes: int
-
-
-# Of a recipe's data, which are not opened: nothing but their shape matters here.
-SHAPES = {
-    "digits": Images(1, 8, 10),
-    "cifar10": Images(3, 32, 10),
-    "cifar100": Images(3, 32, 100),
-    "imagefolder": Images(3, 224, 1000),
-}
 
 
 def cuts(

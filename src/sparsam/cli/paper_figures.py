@@ -69,8 +69,6 @@ def _sparsity(results: Sequence[Result], folder: Path) -> None:
     for result in results:
         recipe, accuracy = result.recipe, result.method.accuracy if result.method else None
         title = f"{recipe.model.name} on {recipe.data.name}"
-        if title == "resnet50 on imagefolder":
-            title = "resnet50 on ImageNet-1K"
         panels.setdefault(title, []).append(Point(recipe.method, recipe.mask.sparsity, result.row.paper, accuracy))
     rich.print(f"Figures: {', '.join(map(str, draw_sparsity(panels, folder / 'sparsity')))}")
 

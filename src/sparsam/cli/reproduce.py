@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from sparsam.runs.run import Run
     from sparsam.training.turns import PlannedRun
 
-LENGTHS = ("train.epochs", "train.max_steps", "data.limit")  # settings that make a run smaller
-TIMED_AT_ONCE = 4  # methods whose steps are timed in turn; each has a network of its own in memory
-
 
 class Engine(StrEnum):
     """Who trains the runs."""
@@ -91,6 +88,7 @@ def reproduce(
     """
     from sparsam.reproduce.experiments import chosen, find_experiments
     from sparsam.reproduce.plan import part_of, plan_runs
+    from sparsam.reproduce.times import measure_times
     from sparsam.runs.directory import RunDirectory
 
     if not names and not list_rows:
@@ -121,7 +119,10 @@ def reproduce(
     if part is None:
         finished = [run for run in planned if RunDirectory(run.path).finished]
         place = find_device(None if engine is Engine.ray else device)
-        _measure(experiments, finished, changes, place, rounds)
+        for device_of_run in measure_times(experiments, finished, changes, device=place, rounds=rounds):
+            rich.print(
+                f"No times were measured of runs that were trained on {device_of_run}, another device than this."
+            )
         _show(experiments, finished, changes, output, place, samples, points)
     elif not failed:
         rich.print(f"Part {part} is trained. When all parts are, the same command without --part shows the tables.")
@@ -176,33 +177,6 @@ def _train(
         raise Interrupted("stopped, and saved; the same command goes on from here") from None
 
 
-def _measure(
-    experiments: Sequence[Experiment], planned: Sequence[PlannedRun], changes: list[str], device: Any, rounds: int
-) -> None:
-    """Measure the times that the tables have, where the runs were trained on such a device."""
-    from sparsam.reproduce.fisher_time import add_fisher_times
-    from sparsam.runs.directory import RunDirectory
-    from sparsam.training.environment import device_name
-    from sparsam.training.turns import time_steps
-
-    here = device_name(device)
-    elsewhere = {run.path: RunDirectory(run.path).read("environment.json").values["device"] for run in planned}
-    if others := sorted({name for name in elsewhere.values() if name != here}):
-        rich.print(f"No times were measured of runs that were trained on {', '.join(others)}: this is {here}.")
-    planned = [run for run in planned if elsewhere[run.path] == here]
-    rows = [row for experiment in experiments for row in experiment.rows if row.seconds is not None]
-    timed = {row.recipe(changes).name for row in rows}
-    add_fisher_times([run for run in planned if run.recipe.name in timed], device)
-    if rounds:
-        by_name: dict[str, list[PlannedRun]] = {}
-        for run in planned:
-            by_name.setdefault(run.recipe.name, []).append(run)
-        methods = list(by_name.values())
-        for start in range(0, len(methods), TIMED_AT_ONCE):
-            together = [run for runs in methods[start : start + TIMED_AT_ONCE] for run in runs]
-            time_steps(together, device=device, rounds=rounds)
-
-
 def _show(
     experiments: Sequence[Experiment],
     finished: Sequence[PlannedRun],
@@ -225,7 +199,7 @@ def _show(
     tables = {}
     for experiment in experiments:
         results = compare(experiment, runs, changes)
-        title, name = heading(experiment, changes), experiment.name + experiment.rows[0].suffix(changes)
+        title, name = experiment.heading(changes), experiment.name + experiment.rows[0].suffix(changes)
         table = paper_table(results)
         replace_file(output / f"{name}.md", f"{title}\n\n{markdown(table)}\n")
         replace_file(output / f"{name}.csv", comma_separated(results))
@@ -269,7 +243,7 @@ def _show_folder(experiments: Sequence[Experiment], folder: Path, changes: list[
     runs = _runs_in(folder)
     for experiment in experiments:
         results = compare(experiment, runs, changes)
-        _print_table(heading(experiment, changes), paper_table(results))
+        _print_table(experiment.heading(changes), paper_table(results))
         if not any(result.method for result in results):
             rich.print(f"There is no run of {experiment.name} in {folder}.")
         elif experiment.shows in FROM_METRICS:
@@ -278,21 +252,6 @@ def _show_folder(experiments: Sequence[Experiment], folder: Path, changes: list[
         if others:
             epochs = " and ".join(map(str, others))
             rich.print(f"There are also runs of {epochs} epochs; --epochs {others[-1]} shows those.")
-
-
-def heading(experiment: Experiment, changes: Sequence[str]) -> str:
-    """Return the title of a table. It says what is not as in the paper."""
-    from sparsam.runs.same import different_settings
-
-    found: dict[str, str] = {}
-    smaller = False
-    for row in experiment.rows:
-        changed = different_settings(row.recipe().to_dict(), row.recipe(changes).to_dict())
-        for key, (old, new) in changed.items():
-            found[key] = f"{key} {new}" + ("" if old is None else f" instead of {old}")
-            smaller |= key in LENGTHS and (old is None or new < old)
-    label = f" ({'scaled down' if smaller else 'changed'}: {', '.join(found.values())})" if found else ""
-    return f"{experiment.name}: {experiment.title}{label}"
 
 
 def _print_table(title: str, table: Any) -> None:
@@ -315,7 +274,7 @@ def _list(experiments: Sequence[Experiment]) -> None:
             for row in experiment.rows
         )
         columns = ("Row", "Paper, %", "FLOPs (theory)", "Fisher, paper")
-        _print_table(heading(experiment, []), Table(columns, rows))
+        _print_table(experiment.heading(), Table(columns, rows))
 
 
 def _estimate(planned: Sequence[PlannedRun], device: str | None) -> None:

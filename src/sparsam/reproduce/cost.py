@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import NamedTuple
 
 import torch
 
+from sparsam.data.shapes import SHAPES
 from sparsam.replay.clock import Clock
 from sparsam.runs.build import build_network
 from sparsam.runs.config import MaskConfig
@@ -23,21 +23,7 @@ WARM_UP, STEPS = 5, 10
 CPU_IMAGES, CPU_STEPS = 16, 2  # a CPU measures small batches and counts them as often as one batch has them
 
 
-class Images(NamedTuple):
-    """What a step must know of a data set."""
-
-    training: int  # images to train on
-    classes: int
-    channels: int
-    size: int
-
-
-IMAGES = {
-    "cifar10": Images(50_000, 10, 3, 32),
-    "cifar100": Images(50_000, 100, 3, 32),
-    "imagefolder": Images(1_281_167, 1000, 3, 224),
-    "digits": Images(1200, 10, 1, 8),
-}
+TRAINING_IMAGES = {"digits": 1200, "cifar10": 50_000, "cifar100": 50_000, "imagefolder": 1_281_167}
 
 
 @dataclass(frozen=True)
@@ -73,7 +59,7 @@ def estimate(planned: Sequence[PlannedRun], device: torch.device) -> list[Estima
 
 def step_seconds(recipe: Recipe, device: torch.device) -> float:
     """Return the seconds of a step on random images: of SAM if the recipe has it, else of the base optimizer."""
-    images, batch = IMAGES[recipe.data.name], recipe.data.batch_size
+    images, batch = SHAPES[recipe.data.name], recipe.data.batch_size
     used = min(batch, CPU_IMAGES) if device.type == "cpu" else batch
     prepare_torch(recipe, device)
     plain = replace(recipe, mask=MaskConfig())  # so that nothing asks for data
@@ -97,5 +83,5 @@ def step_seconds(recipe: Recipe, device: torch.device) -> float:
 
 
 def _steps(recipe: Recipe) -> int:
-    count = IMAGES[recipe.data.name].training - (recipe.data.validation or 0)
+    count = TRAINING_IMAGES[recipe.data.name] - (recipe.data.validation or 0)
     return total_steps(recipe, min(count, recipe.data.limit or count) // recipe.data.batch_size)

@@ -16,7 +16,7 @@ SHORTEST = 0.1  # of the paper's epochs; shorter runs were made to time steps
 HEAD = """# The paper's tables, and ours
 
 `sparsam reproduce {names} --from {folder} --markdown {file}` writes this page from the runs in `{folder}`. There are
-runs of {found} of {total} rows.
+runs of {found} of {total} rows. `sparsam reproduce TABLE --only ROW` trains one.
 
 Mi et al., "Make Sharpness-Aware Minimization Stronger: A Sparsified Perturbation Approach", NeurIPS 2022. The paper has
 the highest accuracy of all epochs on the test images; ours is that of the last epoch, as mean ± sample standard
@@ -57,12 +57,27 @@ def _section(experiment: Experiment, runs: Sequence[Run], folder: Path) -> str:
 def _tables(experiment: Experiment, runs: Sequence[Run]) -> Iterator[str]:
     full = compare(experiment, runs)
     yield markdown(paper_table(full))
+    yield from _made_on(full)
     for epochs in other_epochs(experiment, runs):
         if epochs < SHORTEST * min(result.recipe.train.epochs for result in full):
             continue
         found = [r for r in compare(experiment, runs, [f"train.epochs={epochs}"]) if r.method]
         yield f"**Scaled down to {epochs} epochs** of the paper's {_epochs(full)}:"
         yield markdown(paper_table(found))
+        yield from _made_on(found)
+
+
+def _made_on(results: Sequence[Result]) -> Iterator[str]:
+    """Say on what the runs were made."""
+    runs = [run for result in results if result.method for run in result.method.counted]
+    facts = (
+        [run.environment["device"] for run in runs],
+        [f"torch {run.environment['torch']}" for run in runs],
+        [run.recipe["train"]["precision"] for run in runs],
+        [f"commit {run.environment['git'] or 'unknown'}" for run in runs],
+    )
+    if runs:
+        yield f"Made on: {'; '.join(' and '.join(sorted(set(values))) for values in facts)}."
 
 
 def _epochs(results: Sequence[Result]) -> str:

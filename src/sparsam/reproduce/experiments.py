@@ -18,6 +18,7 @@ from sparsam.runs.schema import RecipeError
 PAPER = Path(__file__).with_name("paper.toml")
 ALL = ("tables", "figures", "all")
 FIGURES = ("curves", "sparsity", "gradients", "landscape", "hessian")
+LENGTHS = ("train.epochs", "train.max_steps", "data.limit")  # settings that make a run smaller
 NUMBER = (int, float)
 TABLE = {"title": str, "shows": str, "rows": list, "rows_of": list}
 ROW = {"recipe": str, "set": list, "paper": NUMBER, "flops": NUMBER, "seconds": NUMBER}
@@ -90,6 +91,17 @@ class Experiment:
     rows: tuple[Row, ...]
     shows: str | None = None
     """What a figure draws, one of :data:`FIGURES`; None: it is a table."""
+
+    def heading(self, overrides: Iterable[str] = ()) -> str:
+        """Return the name and the title, and what overrides make different from the paper."""
+        overrides, found, smaller = list(overrides), {}, False
+        for row in self.rows:
+            changed = different_settings(row.recipe().to_dict(), row.recipe(overrides).to_dict())
+            for key, (old, new) in changed.items():
+                found[key] = f"{key} {new}" + ("" if old is None else f" instead of {old}")
+                smaller |= key in LENGTHS and (old is None or new < old)
+        label = f" ({'scaled down' if smaller else 'changed'}: {', '.join(found.values())})" if found else ""
+        return f"{self.name}: {self.title}{label}"
 
 
 def find_experiments(names: Sequence[str]) -> list[Experiment]:

@@ -1,0 +1,21 @@
+"""The shapes of the data sets that recipes name, for what needs no images."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Images(NamedTuple):
+    """What a network is built for."""
+
+    channels: int
+    size: int
+    classes: int
+
+
+SHAPES = {
+    "digits": Images(1, 8, 10),
+    "cifar10": Images(3, 32, 10),
+    "cifar100": Images(3, 32, 100),
+    "imagefolder": Images(3, 224, 1000),
+}
