@@ -55,20 +55,38 @@ def test_sgd_equals_a_plain_loop(tmp_path):
     assert metrics[-1]["test_accuracy"] == right / 597
 
 
-@pytest.mark.filterwarnings("ignore")  # of dynamo, about itself
-def test_compiled_blocks_have_the_same_numbers(tmp_path, monkeypatch):
-    import torch.nn as nn
+@pytest.fixture
+def compiled(monkeypatch):
+    """Modules that were compiled, by a backend that needs no C compiler."""
+    compile_module, modules = torch.nn.Module.compile, []
 
-    compile_module = nn.Module.compile
-    compiled = []
-    monkeypatch.setattr(
-        nn.Module, "compile", lambda self: (compiled.append(self), compile_module(self, backend="aot_eager"))
-    )
+    def compile_for_tests(module, **options):
+        modules.append(module)
+        compile_module(module, backend="aot_eager", **options)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_for_tests)
+    torch._dynamo.reset()
+    return modules
+
+
+@pytest.mark.filterwarnings("ignore")  # of dynamo, about itself
+def test_compiled_blocks_have_the_same_numbers(tmp_path, compiled):
     for name, setting in (("plain", "false"), ("compiled", "true")):
         train(recipe("sam", f"train.compile={setting}", "train.epochs=1"), tmp_path / name, device=CPU)
     assert len(compiled) == 9
     plain, other = (RunDirectory(tmp_path / name).metrics() for name in ("plain", "compiled"))
     assert plain[0]["train_loss"] == pytest.approx(other[0]["train_loss"], rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_all_blocks_run_compiled(compiled):
+    from torch._dynamo.utils import counters
+
+    model = build_network(recipe("sam", "model.name=resnet18", "train.compile=true"), 10, 3, CPU)
+    counters.clear()
+    for mode in (True, False):
+        model.train(mode)(torch.zeros(2, 3, 8, 8))
+    assert counters["frames"]["ok"] == counters["frames"]["total"] > 8  # torch keeps 8 versions of a function
 
 
 def test_masks_follow_the_runs_seed(tmp_path):

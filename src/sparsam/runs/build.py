@@ -27,10 +27,18 @@ def build_network(recipe: Recipe, classes: int, channels: int, device: torch.dev
     if recipe.train.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if recipe.train.compile:
-        for stage in model.children():
-            for block in stage.children() if isinstance(stage, nn.Sequential) else [stage]:
-                block.compile()
+        _compile_blocks(model)
     return model
+
+
+def _compile_blocks(model: nn.Module) -> None:
+    """Compile each block by itself: a cut may lie between any two."""
+    # Blocks of all widths, trained and evaluated, are versions of one function. torch keeps 8, and runs others as is.
+    config: Any = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, 64)
+    for stage in model.children():
+        for block in stage.children() if isinstance(stage, nn.Sequential) else [stage]:
+            block.compile(dynamic=False)
 
 
 def build_loader(recipe: Recipe, device: torch.device) -> Loader:
