@@ -258,6 +258,8 @@ def test_rho_may_be_a_tensor(path, rho, moved, dtype, masked):
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 def test_weights_that_share_memory_are_perturbed_by_both_and_come_back(path, adaptive, masked):
+    if path == "cuda":
+        pytest.skip("SAM refuses such weights on a GPU, where kernels would write them side by side")
     with taking(path) as device:
         memory = torch.tensor([1.0, 2.0, 3.0, 4.0], device=device)
         params, before = [memory[:3], memory[1:]], memory.clone()

@@ -117,6 +117,8 @@ class CapturedStep:
         except CaptureError:
             for p, grad in zip(params, grads, strict=True):
                 p.grad = grad  # those of the graph were never computed
+            if sam:
+                sam._used_gradients.note(params)  # a closure that fills them with zeros has made them look new
             self._refused += 1
             if self._refused == ATTEMPTS:
                 self.eager_because = "the model takes one path to the cut, then another"
