@@ -39,7 +39,7 @@ BUDGET = 1.15
 RHO = 0.2
 ENOUGH_STEPS = 0.3  # a fraction of the steps: what is beyond does not count in the choice of a cut
 FEW_WEIGHTS = 0.05  # a fraction of the weights: perturbing fewer gives a warning
-FRIENDLY = 15  # elements that perturbing reads and writes for each weight, F-SAM's mean included
+FRIENDLY = 13  # elements that perturbing reads and writes for each weight, F-SAM's mean included
 
 _log = logging.getLogger(__name__)
 

@@ -83,8 +83,8 @@ def test_the_cost_agrees_with_measured_steps(network):
     measured = {row["method"]: row["ratio"] for row in rows}
     costs = {cut.name: cost for cut, cost in on_meta(network).costs().items()}
     expected = {cut: measured[f"SSAM-C, {words}"] for cut, words in ROWS[network].items()}
-    assert {cut: costs[cut] for cut in expected} == pytest.approx(expected, abs=0.03)
-    assert costs["stem"] == pytest.approx(measured["SAM"], abs=0.03)
+    assert {cut: costs[cut] for cut in expected} == pytest.approx(expected, abs=0.04)
+    assert costs["stem"] == pytest.approx(measured["SAM"], abs=0.04)
 
 
 def test_nothing_moves():

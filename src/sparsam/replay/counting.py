@@ -8,8 +8,8 @@ perturbing p. From a cut whose suffix does F', E' and has W' weights, a sharpnes
 
 .. math::  1 + \frac{F' + c\,(E' + p\,W')}{F + c\,(E + b\,W)}
 
-c = 2000, b = 8 and p = 9 were chosen so that the cost agrees with the step times of ResNet-18 and WRN-28-10 in
-`results/ssam-c` (H200, bf16, batch 128, CUDA graph). It is within 0.03 of them, and 0.04 short from the head on, where
+c = 2000, b = 8 and p = 7 were chosen so that the cost agrees with the step times of ResNet-18 and WRN-28-10 in
+`results/ssam-c` (H200, bf16, batch 128, CUDA graph). It is within 0.04 of them, and 0.03 short from the head on, where
 starting kernels takes longest. FLOPs alone are off by 0.06 and 0.07 from the first stage on, because early layers have
 few FLOPs and large activations. On other devices c is another number: `sparsam cuts` shows both costs.
 """
@@ -36,7 +36,7 @@ from sparsam.replay.modules import unwrap
 
 ELEMENT = 2000  # c: the FLOPs that take as long as to read or write an element
 STEPPING = 8  # b: elements that the base optimizer's step reads and writes for each weight
-PERTURBING = 9  # p: those that perturbing along the gradient and restoring do
+PERTURBING = 7  # p: those that perturbing along the gradient and restoring do
 
 
 class Work(NamedTuple):
