@@ -12,9 +12,17 @@ from torch.utils._pytree import tree_leaves
 
 def tensors_in(*values: Any) -> list[Tensor]:
     """Return the tensors in nested lists, tuples, dicts and data classes that torch knows."""
-    if len(values) == 1 and isinstance(values[0], Tensor):  # most outputs are
-        return [values[0]]
-    return [t for t in tree_leaves(values) if isinstance(t, Tensor)]
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif type(value) in (tuple, list):  # torch's own walk takes ten times as long
+            found += tensors_in(*value)
+        elif type(value) is dict:
+            found += tensors_in(*value.values())
+        else:
+            found += [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+    return found
 
 
 def reachable_nodes(tensors: Iterable[Tensor], stop: Collection[Node] = ()) -> set[Node]:

@@ -102,7 +102,6 @@ class ReplayedPasses(Passes):
 
     def second(self, closure: Closure, perturbed: Sequence[Tensor], params: Sequence[Tensor]) -> None:
         """Run the second pass from the cut if the path is proven; else in full, and prove the path."""
-        self._named = named(self.replay.model, params)
         recording, self.replay.recording = self.replay.recording, None
         path = None if recording is None else self.replay.path(recording, perturbed)
         if path is not None and not self._moved <= path.moved:
@@ -119,12 +118,12 @@ class ReplayedPasses(Passes):
         elif not self.replay.proves and path.proven < 2:
             path.proven = 2
             self._whole(closure)
-        elif path.proven == 0:
-            self._prove_first(closure, recording, path)
-        elif path.proven == 1:
-            self._prove_second(closure, recording, path)
-        else:
+        elif path.proven == 2:
             self._replayed(closure, recording)
+        else:
+            self._named = named(self.replay.model, params)
+            prove = self._prove_second if path.proven else self._prove_first
+            prove(closure, recording, path)
 
     def _check_capture(self, recording: Recording, path: Path) -> None:
         """Refuse to capture a step that has to prove its path, or that takes another one than the steps before it."""

@@ -40,7 +40,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsam.errors import warn
-from sparsam.passes import is_compiled
+from sparsam.passes import is_compiled, modules_of, parameters_in
 from sparsam.replay.autograd_graph import is_parameter, node_of, reachable_nodes, tensors_in
 from sparsam.replay.calls import intercepted
 from sparsam.replay.modules import Places, places_of, unwrap
@@ -110,7 +110,7 @@ class Replay:
         if self._ahead and self._places and not proof:
             self._places = self._places._replace(before=self._ahead)
             self._ahead = []
-        params = list(self.model.parameters())
+        params = parameters_in(modules_of(self.model))
         devices = frozenset(p.device for p in params)
         modes = self.model.training, self._where().cut.training
         recording = Recording(self.cut, devices, (*(p.requires_grad for p in params), *modes))
@@ -132,10 +132,11 @@ class Replay:
         recording = self.recording
         if recording is None or recording.open:
             return set()
-        return self._inside({call.name for call in recording.calls}) - self._inside({recording.cut, *recording.suffix})
+        prefix, suffix = {call.name for call in recording.calls}, {recording.cut, *recording.suffix}
+        return self._inside(prefix) - self._inside(suffix)
 
     def _inside(self, names: set[str]) -> set[nn.Module]:
-        return {module for name in names for module in self.model.get_submodule(name).modules()}
+        return {module for name in names for module in modules_of(self.model.get_submodule(name))}
 
     def _reach(self, recording: Recording, *, proof: bool) -> None:
         """Find out what lies before the cut that was just reached; let the pass be a whole one on a new path."""
