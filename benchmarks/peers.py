@@ -1,0 +1,249 @@
+"""What a step of sparsam costs beside other libraries' SAM, in steps of plain SGD: time and peak memory.
+
+All are set up first, on ResNet-18 with images of CIFAR's size. Then each takes steps in turn, round after round. What
+counts is the ratio to SGD in the same round: the median over the rounds, and its quartiles. Steps run eagerly, as in a
+plain loop. On a GPU two rows step from a CUDA graph. Memory is what a model, its optimizer and a step need at their
+peak, on a GPU.
+
+pytorch_optimizer takes part if it is installed (`pip install pytorch-optimizer`). Other codes are named by their
+folders: a checkout of github.com/davda54/sam, and one of github.com/Mi-Peng/Sparse-Sharpness-Aware-Minimization.
+
+    python benchmarks/peers.py --davda54 FOLDER --authors FOLDER --output results/peers/h200.json
+"""
+
+import argparse
+import contextlib
+import importlib
+import json
+import platform
+import statistics
+import sys
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+import sparsam
+from sparsam import SAM, CapturedStep, RandomMask, SuffixMask, thrifty
+from sparsam.models import build_model
+from sparsam.replay.clock import Clock
+from sparsam.runs.step_time import StepRatio
+from sparsam.training.environment import processor
+
+RHO = 0.05
+SETTINGS = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-3}
+STEPS = 1_000_000  # of thrifty's training: more than are taken here
+SGD, THRIFTY = "SGD", "sparsam, thrifty at 1.15"
+
+
+def own(build):
+    """Return how a step of sparsam is set up; `build` makes the optimizer from a model and a batch."""
+
+    def setup(model, loss_of, batch):
+        opt = build(model, batch)
+
+        def closure():
+            opt.zero_grad()
+            loss = loss_of(model, *batch)
+            loss.backward()
+            return loss
+
+        return opt, partial(opt.step, closure)
+
+    return setup
+
+
+def captured(build):
+    """Return how a step from a CUDA graph is set up."""
+
+    def setup(model, loss_of, batch):
+        opt, step = own(build)(model, loss_of, batch)
+        return opt, CapturedStep(opt, step.args[0])
+
+    return setup
+
+
+def two_steps(build):
+    """Return how a step of another library is set up, which all of them show in their README."""
+
+    def setup(model, loss_of, batch):
+        opt = build(model)
+
+        def step():
+            loss_of(model, *batch).backward()
+            opt.first_step(zero_grad=True)
+            loss_of(model, *batch).backward()
+            opt.second_step(zero_grad=True)
+
+        return opt, step
+
+    return setup
+
+
+def sgd(model, batch=None):
+    return torch.optim.SGD(model.parameters(), **SETTINGS)
+
+
+def sam(model, batch, **options):
+    return SAM(model.parameters(), torch.optim.SGD, rho=RHO, model=model, **options, **SETTINGS)
+
+
+def thrifty_first(model, batch):
+    return thrifty(model, torch.optim.SGD, batch[0], total_steps=STEPS, rho=RHO, **SETTINGS)
+
+
+def thrifty_last(model, batch):
+    opt = thrifty_first(model, batch)
+    opt.steps = opt.schedule.first
+    return opt
+
+
+def methods(options, device):
+    """Return what is compared: a name, and how its step is set up."""
+    table = {
+        SGD: own(sgd),
+        "sparsam, SAM": own(sam),
+        "sparsam, half of the weights": own(lambda model, batch: sam(model, batch, mask=RandomMask(0.5))),
+        "sparsam, from layer4 on": own(lambda model, batch: sam(model, batch, mask=SuffixMask(model, "layer4"))),
+        f"{THRIFTY}, first steps": own(thrifty_first),
+        f"{THRIFTY}, last steps": own(thrifty_last),
+    }
+    if device.type == "cuda":
+        table |= {"SGD, in a CUDA graph": captured(sgd), "sparsam, SAM, in a CUDA graph": captured(sam)}
+    if (module := imported("pytorch_optimizer")) is not None:
+        table[f"pytorch_optimizer {version('pytorch_optimizer')}, SAM"] = two_steps(
+            lambda model: module.SAM(model.parameters(), torch.optim.SGD, rho=RHO, **SETTINGS)
+        )
+    if options.davda54:
+        other = imported("sam", options.davda54)
+        table["davda54/sam"] = two_steps(
+            lambda model: other.SAM(model.parameters(), torch.optim.SGD, rho=RHO, **SETTINGS)
+        )
+    if options.authors:
+        authors = imported("solver.sam", options.authors)
+        table["the authors' code, SAM"] = two_steps(lambda model: authors.SAM(model.parameters(), sgd(model), rho=RHO))
+    return table
+
+
+def imported(name, folder=None):
+    """Import a module, of a folder; None if it is not installed."""
+    if folder is not None:
+        sys.path.insert(0, str(folder))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if folder is not None or error.name != name:
+            raise
+        print(f"{name} is not installed, so it is left out", file=sys.stderr)
+        return None
+
+
+class Case:
+    """One method, ready to take steps."""
+
+    def __init__(self, name, setup, options, device):
+        self.name = name
+        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        torch.manual_seed(0)
+        model = build_model("resnet18", 100).to(device, memory_format=torch.channels_last)
+        x = torch.randn(options.batch_size, 3, options.size, options.size, device=device)
+        batch = x.contiguous(memory_format=torch.channels_last), torch.arange(options.batch_size, device=device) % 100
+        bf16 = options.precision == "bf16"
+
+        def loss_of(model, x, y):
+            with torch.autocast(device.type, torch.bfloat16) if bf16 else contextlib.nullcontext():
+                return F.cross_entropy(model(x), y)
+
+        self.opt, self.step = setup(model, loss_of, batch)
+        for _ in range(options.warm_up):
+            self.step()
+        self.memory_mb = None
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self.step()
+            self.memory_mb = (torch.cuda.max_memory_allocated(device) - before) / 2**20
+
+
+def measure(options, device):
+    """Return a row for each method."""
+    cases = []
+    for name, setup in methods(options, device).items():
+        cases.append(Case(name, setup, options, device))
+        print(f"{name} is ready", file=sys.stderr)
+    clock, times = Clock(device), {case.name: [] for case in cases}
+    for _ in range(options.rounds):
+        for case in cases:
+            clock.prepare()
+            start = clock.now()
+            for _ in range(options.steps):
+                case.step()
+            times[case.name].append(1000 * clock.between(start, clock.now()) / options.steps)
+    memory = {case.name: case.memory_mb for case in cases}
+    fraction = next(case.opt.choice.fraction for case in cases if case.name.startswith(THRIFTY))
+    first, last = times[f"{THRIFTY}, first steps"], times[f"{THRIFTY}, last steps"]
+    mean = f"{THRIFTY}, mean"
+    times[mean] = [(1 - fraction) * a + fraction * b for a, b in zip(first, last, strict=True)]
+    memory[mean] = memory[f"{THRIFTY}, last steps"]
+    rows = []
+    for name, own_times in times.items():
+        ratio = StepRatio.of([t / plain for t, plain in zip(own_times, times[SGD], strict=True)])
+        rows.append(
+            {
+                "method": name,
+                "ms": statistics.median(own_times),
+                **{"ratio": ratio.median, "low": ratio.low, "high": ratio.high},
+                "memory_mb": memory[name],
+                "rounds_ms": own_times,
+            }
+        )
+    return rows
+
+
+def show(result):
+    """Print the table as Markdown."""
+    print(
+        f"\n{result['device']}, torch {result['torch']}, batch {result['batch_size']}, {result['precision']},", end=" "
+    )
+    print(f"{result['rounds']} rounds of {result['steps']} steps\n")
+    print("| method | ms a step | × SGD (quartiles) | peak memory, MB |\n| --- | --- | --- | --- |")
+    for row in result["rows"]:
+        memory = "–" if row["memory_mb"] is None else f"{row['memory_mb']:.0f}"
+        ratio = f"{row['ratio']:.3f} ({row['low']:.3f} – {row['high']:.3f})"
+        print(f"| {row['method']} | {row['ms']:.2f} | {ratio} | {memory} |")
+
+
+def main():
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--davda54", type=Path, metavar="FOLDER", help="with sam.py")
+    parser.add_argument("--authors", type=Path, metavar="FOLDER", help="with solver/sam.py")
+    parser.add_argument("--batch-size", type=int, default=128)
+    parser.add_argument("--size", type=int, default=32, help="of an image, in pixels")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="bf16" if cuda else "fp32")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=20 if cuda else 1, help="in each round")
+    parser.add_argument("--warm-up", type=int, default=12, help="steps before the first round")
+    parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    torch.backends.cudnn.benchmark = True
+    result = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "sparsam": sparsam.__version__,
+        **{key: getattr(options, key) for key in ("batch_size", "size", "precision", "rounds", "steps")},
+        "threads": torch.get_num_threads(),
+        "rows": measure(options, device),
+    }
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    show(result)
+
+
+if __name__ == "__main__":
+    main()
