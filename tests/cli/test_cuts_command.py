@@ -118,10 +118,12 @@ def test_counted_and_measured_costs_that_differ_by_a_tenth_get_a_remark(capsys, 
     assert [row[3] for row in rows(text)] == [f"{cost + measured:.2f}" for cost in counted.values()]
 
 
-def test_the_example_is_the_cut_of_the_recipe(capsys, tmp_path):
+def test_the_example_has_the_recipes_optimizer_and_the_marked_cut(capsys, tmp_path):
     file = tmp_path / "own.toml"
-    file.write_text('[mask]\nname = "suffix"\ncut = "head"\n')
-    assert 'SuffixMask(model, cut="head")' in shown(capsys, recipe=file)[0]
+    file.write_text('[optimizer]\nname = "adamw"\n[mask]\nname = "suffix"\ncut = "head"\n')
+    text, _ = shown(capsys, recipe=file)
+    assert "thrifty(model, torch.optim.AdamW, x," in text
+    assert [f'SuffixMask(model, cut="{row[0]}")' in text for row in rows(text) if row[5]] == [True]
 
 
 def test_a_network_without_a_cut():

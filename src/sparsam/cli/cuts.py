@@ -162,6 +162,7 @@ def _friendly(base: Optimizer) -> Direction:
 
 def show(recipe: Recipe, images: Images, costs: Costs, device: torch.device, budget: float) -> None:
     """Print the cuts, how they were measured, what a budget buys, and how to use it."""
+    from sparsam.runs.config import BASE_METHODS
     from sparsam.thrifty import FRIENDLY, bought, choose
 
     if not costs.measured:
@@ -192,9 +193,10 @@ def show(recipe: Recipe, images: Images, costs: Costs, device: torch.device, bud
     console.print(
         f"{100 * choice.weights:.3g} % of the weights, in the last {100 * choice.fraction:.3g} % of the steps:"
     )
-    console.print(f"  thrifty(model, torch.optim.SGD, x, total_steps=..., budget={budget:g}, lr=...)", soft_wrap=True)
+    base = f"torch.optim.{BASE_METHODS[recipe.optimizer.name]}"
+    console.print(f"  thrifty(model, {base}, x, total_steps=..., budget={budget:g}, lr=...)", soft_wrap=True)
     console.print("To perturb only what follows a cut, and to compute nothing before it twice, in every step:")
-    console.print(f'  SuffixMask(model, cut="{recipe.mask.cut or choice.cut}")', soft_wrap=True)
+    console.print(f'  SuffixMask(model, cut="{choice.cut}")', soft_wrap=True)
 
 
 def _caption(recipe: Recipe, images: Images, device: torch.device) -> str:
