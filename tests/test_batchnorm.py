@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -120,6 +121,10 @@ def test_an_error_changes_nothing():
     assert (model.norm.momentum, model.training, model.norm.training) == (0.3, False, False)
     with pytest.raises(TypeError, match="model must be a module, but is a list"):
         refresh_batchnorm([], [])
+    with pytest.raises(
+        ValueError, match=re.escape("loader must give batches, but is a tensor of shape (2, 3); pass [")
+    ):
+        refresh_batchnorm(model, torch.ones(2, 3))
 
 
 def test_tensors_tuples_and_dicts():

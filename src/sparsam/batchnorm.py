@@ -45,6 +45,8 @@ def refresh_batchnorm(model: nn.Module, loader: Iterable[Any]) -> int:
     (tensor([3.]), tensor([5.]))
     """
     check_module("model", model, optional=False)
+    if isinstance(loader, Tensor):
+        raise UserValueError(f"loader must give batches, but is a tensor of shape {tuple(loader.shape)}; pass [tensor]")
     network = unwrap(model)
     modules = list(network.modules())
     modes = [module.training for module in modules]

@@ -167,7 +167,7 @@ def test_what_is_checkpointed_is_computed_twice():
     x, _ = vectors()
     plain, twice = (count_costs(Checkpointed(which, reentrant=False).double(), x) for which in ((), (1,)))
     assert twice.whole.flops == plain.whole.flops + 2 * 8 * 8 * 8  # the block's layer, forward
-    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+    with pytest.raises(ValueError, match="use_reentrant=False"):
         count_costs(Checkpointed((1,), reentrant=True).double(), x)
 
 
@@ -218,3 +218,7 @@ def test_refused():
         count_costs([torch.ones(2)], torch.ones(2))
     with pytest.raises(ValueError, match="model must have an output that depends on a parameter that requires a grad"):
         count_costs(nn.Linear(2, 2).requires_grad_(False), torch.ones(2, 2))
+    with pytest.raises(ValueError, match="example_inputs must be a batch as in training, but the model raised TypeErr"):
+        count_costs(nn.Linear(2, 2), 3)
+    with pytest.raises(ValueError, match="the model raised RuntimeError: mat1 and mat2 shapes cannot be multiplied"):
+        count_costs(nn.Linear(2, 2), torch.ones(2, 5))

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from sparsam.checks import check_module
-from sparsam.errors import UserValueError
+from sparsam.errors import UserError, UserValueError
 from sparsam.passes import is_compiled, model_arguments, preserve_state
 from sparsam.replay.autograd_graph import tensors_in
 from sparsam.replay.cuts import find_cuts, spans_after
@@ -110,7 +110,14 @@ def count_costs(model: nn.Module, example_inputs: Any) -> Counts:
 
     def run() -> None:
         _seed(network)
-        _run(network, example_inputs)
+        try:
+            _run(network, example_inputs)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserValueError(
+                f"example_inputs must be a batch as in training, but the model raised {type(error).__name__}: {error}"
+            ) from error
 
     with _same_everywhere(network):
         hidden = any(is_compiled(module) and network in set(module.modules()) for module in model.modules())
