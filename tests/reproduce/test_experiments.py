@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from commands import ROOT
 
 from sparsam.reproduce.experiments import Row, chosen, find_experiments
 from sparsam.reproduce.plan import part_of, plan_runs
@@ -110,3 +111,9 @@ def test_parts_have_all_runs_between_each_other(tmp_path):
     for text in ("3/3", "1", "a/b", "-1/3"):
         with pytest.raises(RecipeError, match="--part must be K/N"):
             part_of(planned, text)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*/*.toml")), ids=lambda path: path.stem)
+def test_the_tables_of_our_own_runs_can_be_read(path):
+    experiments = find_experiments([str(path)])
+    assert len({row.name for experiment in experiments for row in experiment.rows}) > 5

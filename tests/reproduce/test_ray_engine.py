@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from digits_runs import numbers
 from sparsam.errors import MissingPackageError
 from sparsam.reproduce.experiments import Experiment, Row
 from sparsam.reproduce.plan import plan_runs
-from sparsam.reproduce.ray_engine import train_with_ray
+from sparsam.reproduce.ray_engine import check_address, train_with_ray
 from sparsam.runs.directory import RunDirectory
 from sparsam.training.turns import train_runs
 
@@ -27,6 +28,17 @@ def test_without_the_package_the_extra_is_named(monkeypatch, tmp_path):
     planned = plan_runs([Experiment("t", "t", (Row("digits-sgd"),))], 1, tmp_path)
     with pytest.raises(MissingPackageError, match=r"need the package ray: pip install 'sparsam\[ray\]'"):
         train_with_ray(planned)
+
+
+def test_an_address_where_nothing_answers_is_refused_at_once():
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # nobody listens
+        port = closed.getsockname()[1]
+        with pytest.raises(ValueError, match=rf"but 127.0.0.1:{port} does not answer .*`ray start --head` prints"):
+            check_address(f"127.0.0.1:{port}")
+        closed.listen()
+        check_address(f"ray://127.0.0.1:{port}")
+    check_address("auto")
 
 
 def workers(run: Path) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import signal
 import weakref
 
@@ -14,6 +16,7 @@ from sparsam.runs.directory import RunDirectory
 from sparsam.training import Interrupted, RecipeError, Trainer
 from sparsam.training.comparison import compare_recipes
 from sparsam.training.launch import open_run
+from sparsam.training.progress import LogProgress
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +37,12 @@ def assert_same_runs(output, others):
 
 
 def test_runs_side_by_side_are_those_of_runs_alone(tmp_path, alone):
-    compare_recipes(["digits-sgd", "digits-sam"], 2, tmp_path, overrides=SHORT, device=CPU, at_once=3)
+    lines = io.StringIO()
+    options = {"overrides": SHORT, "device": CPU, "at_once": 3, "progress": lambda: LogProgress(lines, epochs=False)}
+    compare_recipes(["digits-sgd", "digits-sam"], 2, tmp_path, **options)
     assert_same_runs(alone, tmp_path)
+    places = sorted(json.loads(line)["place"] for line in lines.getvalue().splitlines())
+    assert places == ["1 of 4", "2 of 4", "3 of 4", "4 of 4"]
     summaries = [RunDirectory(path).summary() for path in tmp_path.iterdir()]
     assert {summary["step_ms"] for summary in summaries} == {None}  # of no run alone
 

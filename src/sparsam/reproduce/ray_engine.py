@@ -6,6 +6,7 @@ task that is started again continues the run.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,6 +47,7 @@ def train_with_ray(
     own = not ray.is_initialized()
     if own:
         options = {"include_dashboard": False} if address is None else {}
+        check_address(address)
         ray.init(address=address or "local", log_to_driver=False, logging_level="error", **options)
     try:
         kind = device or ("cuda" if ray.cluster_resources().get("GPU") else "cpu")
@@ -58,6 +60,19 @@ def train_with_ray(
     finally:
         if own:
             ray.shutdown()
+
+
+def check_address(address: str | None) -> None:
+    """Refuse an address where nothing answers: Ray would try for minutes."""
+    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+    if port.isdigit():
+        try:
+            socket.create_connection((host, int(port)), timeout=10).close()
+        except OSError as error:
+            raise UserValueError(
+                f"--address must be that of a Ray cluster, but {address} does not answer ({error}); "
+                f"`ray start --head` prints its address"
+            ) from error
 
 
 def _train(run: PlannedRun, device: str, shared: bool) -> None:

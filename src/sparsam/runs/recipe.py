@@ -138,11 +138,6 @@ def _check_together(recipe: Recipe) -> None:
         for table in OF_SAM:
             if getattr(recipe, table) != getattr(Recipe(), table):
                 raise RecipeError(f"{table} has no meaning where sam.enabled is false; leave the table out")
-    warm_up = recipe.optimizer.warmup_epochs
-    if warm_up >= recipe.train.epochs:
-        raise RecipeError(
-            f"optimizer.warmup_epochs must be below train.epochs, {recipe.train.epochs}, but is {warm_up}"
-        )
     data = recipe.data
     if data.image_size and data.resize and data.resize < data.image_size:
         raise RecipeError(f"data.resize must be at least data.image_size, {data.image_size}, but is {data.resize}")

@@ -15,6 +15,8 @@ from sparsam.runs.recipe import Recipe
 class Progress:
     """Shows nothing; the interface of the others."""
 
+    place = ""  # of this run among several, such as "2 of 31"
+
     def __enter__(self) -> Self:
         return self
 
@@ -80,7 +82,8 @@ class LogProgress(Progress):
 
     def _write(self, values: dict[str, Any]) -> None:
         rounded = {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in values.items()}
-        print(json.dumps({"run": self.name, "seed": self.seed, **rounded}), file=self.stream, flush=True)
+        place = {"place": self.place} if self.place else {}
+        print(json.dumps({"run": self.name, "seed": self.seed, **place, **rounded}), file=self.stream, flush=True)
 
 
 class TerminalProgress(Progress):
@@ -111,7 +114,7 @@ class TerminalProgress(Progress):
         """Draw an empty bar."""
         self.steps, self.epochs, self.epoch, self.numbers = steps, math.ceil(total_steps / steps), epoch, ""
         self._task = self._bar.add_task(
-            f"{recipe.method} seed {recipe.train.seed}",
+            f"{self.place and f'Run {self.place}: '}{recipe.method} seed {recipe.train.seed}",
             total=total_steps,
             completed=steps * epoch,
             epoch="",

@@ -74,7 +74,9 @@ def train_runs(
     def trainer(run: PlannedRun) -> Trainer | None:
         gc.collect()  # the run before must not count in this one's memory
         torch.set_num_threads(threads)
-        return open_run(run.recipe, run.path, device=device, progress=progress())
+        shown = progress()
+        shown.place = f"{planned.index(run) + 1} of {len(planned)}" if len(planned) > 1 else ""
+        return open_run(run.recipe, run.path, device=device, progress=shown)
 
     unfinished = (run for run in planned if not RunDirectory(run.path).finished)
     starts = ((run, partial(trainer, run)) for run in unfinished)
