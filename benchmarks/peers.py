@@ -14,8 +14,6 @@ folders: a checkout of github.com/davda54/sam, and one of github.com/Mi-Peng/Spa
 import argparse
 import contextlib
 import importlib
-import json
-import platform
 import statistics
 import sys
 from functools import partial
@@ -23,14 +21,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from in_turn import machine, times_in_turn, write
 from torch.nn import functional as F
 
-import sparsam
 from sparsam import SAM, CapturedStep, RandomMask, SuffixMask, thrifty
 from sparsam.models import build_model
-from sparsam.replay.clock import Clock
 from sparsam.runs.step_time import StepRatio
-from sparsam.training.environment import processor
 
 RHO = 0.05
 SETTINGS = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-3}
@@ -172,14 +168,8 @@ def measure(options, device):
     for name, setup in methods(options, device).items():
         cases.append(Case(name, setup, options, device))
         print(f"{name} is ready", file=sys.stderr)
-    clock, times = Clock(device), {case.name: [] for case in cases}
-    for _ in range(options.rounds):
-        for case in cases:
-            clock.prepare()
-            start = clock.now()
-            for _ in range(options.steps):
-                case.step()
-            times[case.name].append(1000 * clock.between(start, clock.now()) / options.steps)
+    steps = {case.name: case.step for case in cases}
+    times = times_in_turn(steps, rounds=options.rounds, count=options.steps, device=device)
     memory = {case.name: case.memory_mb for case in cases}
     fraction = next(case.opt.choice.fraction for case in cases if case.name.startswith(THRIFTY))
     first, last = times[f"{THRIFTY}, first steps"], times[f"{THRIFTY}, last steps"]
@@ -231,17 +221,11 @@ def main():
     device = torch.device(options.device)
     torch.backends.cudnn.benchmark = True
     result = {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "sparsam": sparsam.__version__,
+        **machine(device),
         **{key: getattr(options, key) for key in ("batch_size", "size", "precision", "rounds", "steps")},
-        "threads": torch.get_num_threads(),
         "rows": measure(options, device),
     }
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    write(result, options.output)
     show(result)
 
 

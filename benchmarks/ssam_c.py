@@ -11,18 +11,16 @@ every round; `--plot` draws time against the perturbed share.
 import argparse
 import contextlib
 import json
-import platform
 import statistics
 import sys
 from pathlib import Path
 
 import torch
+from in_turn import machine, times_in_turn, write
 from torch.nn import functional as F
 
-import sparsam
 from sparsam import SAM, CapturedStep, FriendlyAscent, MomentumAscent, RandomMask, SuffixMask
 from sparsam.models import build_model
-from sparsam.replay.clock import Clock
 from sparsam.report.styles import METHODS as STYLES
 from sparsam.runs.step_time import StepRatio
 from sparsam.training.flops import theoretical_flops
@@ -100,15 +98,8 @@ def measure(network, options, device):
         for _ in range(options.warm_up):
             case.step()
         print(f"{network}: {case.name} is ready", file=sys.stderr)
-    clock = Clock(device)
-    rounds = {case.name: [] for case in cases}
-    for _ in range(options.rounds):
-        for case in cases:
-            clock.prepare()
-            start = clock.now()
-            for _ in range(options.steps):
-                case.step()
-            rounds[case.name].append(1000 * clock.between(start, clock.now()) / options.steps)
+    steps = {case.name: case.step for case in cases}
+    rounds = times_in_turn(steps, rounds=options.rounds, count=options.steps, device=device)
     rows = []
     for case in cases:
         times = rounds[case.name]
@@ -215,21 +206,16 @@ def main():
     else:
         device = torch.device(options.device)
         torch.backends.cudnn.benchmark = True
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU"
         result = {
-            "device": name,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "sparsam": sparsam.__version__,
+            **machine(device),
             "batch_size": options.batch_size,
             "precision": options.precision,
             "rounds": options.rounds,
             "steps": options.steps,
             "rows": [row for network in options.networks for row in measure(network, options, device)],
         }
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    if not options.redraw:
+        write(result, options.output)
     show(result)
     if options.plot:
         plot(result, options.plot)

@@ -1,0 +1,48 @@
+"""Timing several methods in turn, round after round: whatever else a machine does meets all of them."""
+
+import json
+import platform
+
+import torch
+
+import sparsam
+from sparsam.replay.clock import Clock
+from sparsam.training.environment import processor
+
+
+def times_in_turn(steps, *, rounds, count, device):
+    """Return the milliseconds of a step in each round.
+
+    Args:
+        steps: Functions that take a step each, by name.
+        rounds: How many.
+        count: How many steps each takes in its turn.
+        device: Where.
+    """
+    clock, times = Clock(device), {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            clock.prepare()
+            start = clock.now()
+            for _ in range(count):
+                step()
+            times[name].append(1000 * clock.between(start, clock.now()) / count)
+    return times
+
+
+def machine(device):
+    """Return what a result was measured on."""
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "sparsam": sparsam.__version__,
+    }
+
+
+def write(result, path):
+    """Write a result as JSON, if there is a path."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
