@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import sparsam.perturbation
 from cases import same
-from sparsam.perturbation import perturb, restore, save
+from sparsam.perturbation import blended, perturb, restore, save
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 PATHS = [
@@ -276,6 +276,29 @@ def test_weights_that_share_memory_are_perturbed_by_both_and_come_back(path, ada
         torch.testing.assert_close(memory.double(), goal, rtol=1e-6, atol=0)
         restore(saved)
         assert same([memory], [before])
+
+
+@every_path
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("share", "finite"), [(0.4, True), (1.0, True), (0.0, True), (0.4, False)])
+def test_a_mean_follows_what_is_finite(path, dtype, share, finite):
+    with taking(path) as device:
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        means = [
+            torch.tensor([[1.0, -2.0], [3.0, 0.5]], dtype=wide, device=device),
+            torch.zeros(3, dtype=wide, device=device),
+        ]
+        new = [means[0].T.contiguous().T * -2 + 1, torch.tensor([0.25, 7.0, -1.0], device=device)]
+        new = [t.to(dtype) for t in new]
+        if not finite:
+            new[1][1] = math.inf
+        before = [t.clone() for t in means]
+        weight, where = torch.tensor(share, dtype=wide, device=device), torch.tensor(finite, device=device)
+        found = blended(means, new, weight, where=where)
+        assert same(means, before)  # which a step that is given up needs
+        for mean, value, result in zip(before, new, found, strict=True):
+            goal = mean.double() + share * (value.double() - mean.double()) if finite else mean.double()
+            torch.testing.assert_close(result.double(), goal, rtol=1e-6, atol=1e-7)
 
 
 @every_path

@@ -108,10 +108,19 @@ def blended(targets: Sequence[Tensor], sources: Sequence[Tensor], weight: Tensor
     """
     result = list(targets)
     for indices in _buckets((None, t, i) for i, t in enumerate(targets)):
-        bucket = [targets[i] for i in indices]
-        old, _ = _flat_copies(bucket, bucket[0].dtype)
-        new, views = _flat_copies([sources[i] for i in indices], old.dtype, like=bucket)
-        new.copy_(torch.where(where, torch.lerp(old, new, weight.to(old.dtype)), old))
+        old, new = [targets[i] for i in indices], [sources[i] for i in indices]
+        share = weight.to(old[0].dtype)
+        if _is_on_host(old[0]):
+            if not where:
+                continue
+            views = [torch.lerp(t, s.to(t.dtype), share) for t, s in zip(old, new, strict=True)]
+        elif _can_be_fused(old, new) and _have_same_strides(old, new):
+            views = _flat_copies(old, share.dtype)[1]
+            _fused_add(views, new, share, ~where, decay=1.0)
+        else:
+            flat, views = _flat_copies(new, share.dtype, like=old)
+            before = _flat_copies(old, share.dtype)[0]
+            flat.copy_(torch.where(where, torch.lerp(before, flat, share), before))
         for i, view in zip(indices, views, strict=True):
             result[i] = view
     return result
@@ -204,7 +213,7 @@ def _add_on_device(w: list[Tensor], d: list[Tensor], m: list[Tensor | bool], sca
     fused = _can_be_fused(w, d) and not (adaptive and w[0].dtype != wide)
     masked = any(isinstance(mask, Tensor) for mask in m)
     eps = d
-    if adaptive or masked or not fused or [t.stride() for t in w] != [t.stride() for t in d]:
+    if adaptive or masked or not fused or not _have_same_strides(w, d):
         flat, eps = _flat_copies(d, w[0].dtype if fused else wide, like=w)
         if adaptive:
             factors = converted(w, eps)
@@ -229,13 +238,17 @@ def _can_be_fused(w: list[Tensor], d: list[Tensor]) -> bool:
     )
 
 
-def _fused_add(w: list[Tensor], d: list[Tensor], scale: Tensor, leave: Tensor) -> None:
-    """Compute w += scale d in one pass over memory, or nothing where `leave` is true: a step of SGD, uphill."""
+def _have_same_strides(some: list[Tensor], others: list[Tensor]) -> bool:
+    return [t.stride() for t in some] == [t.stride() for t in others]
+
+
+def _fused_add(w: list[Tensor], d: list[Tensor], scale: Tensor, leave: Tensor, decay: float = 0.0) -> None:
+    """Compute w += scale (d - decay w) in one pass over memory, or nothing where `leave` is true: SGD, uphill."""
     torch._fused_sgd_(
         w,
         d,
         [],
-        weight_decay=0.0,
+        weight_decay=decay,
         momentum=0.0,
         lr=scale,
         dampening=0.0,
