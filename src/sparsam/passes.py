@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from sparsam.distributed.shards import gathering
 from sparsam.errors import warn
 from sparsam.perturbation import restore, save
 from sparsam.randomness import RngState, fork_rng, get_rng_state, set_rng_state
@@ -92,6 +93,15 @@ class Passes:
         self._after_first = self._rng_state()
         self._rewind()
 
+    def drop_copies(self) -> None:
+        """Let go of copies of the weights as they were: casts of autocast, and what FSDP has gathered.
+
+        A copy of w would otherwise be taken for one of w + eps.
+        """
+        torch.clear_autocast_cache()
+        for module in self._gathering:
+            module.reshard()
+
     def _rewind(self) -> None:
         set_rng_state(self._before_first)
 
@@ -148,6 +158,7 @@ class Passes:
         modules = [] if self.model is None else list(self.model.modules())
         self._params = [p for module in modules for p in module._parameters.values() if p is not None]
         self._places = _places(module for module in modules if not _tracks(module))
+        self._gathering = gathering(modules)
 
 
 class Place(NamedTuple):

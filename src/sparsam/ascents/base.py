@@ -33,6 +33,9 @@ class Ascent(Policy, ABC):
             grads: The gradient of each at w; nothing if the ascent takes one pass.
             memory: What this ascent has kept; it may add to it.
             base: The base optimizer.
+
+        Sharded parameters are DTensors, and so are their gradients. The direction may be a DTensor too, or its local
+        part.
         """
 
     def remember(
