@@ -38,6 +38,13 @@ class Ascent(Policy, ABC):
         part.
         """
 
+    def start(self, params: Sequence[Tensor], memory: Memory) -> None:
+        """Add to the memory what is kept of parameters of which nothing is known yet.
+
+        `torch.distributed.checkpoint` needs it: it loads a memory into one that is there
+        (:class:`sparsam.SAMState`).
+        """
+
     def remember(
         self, params: Sequence[Tensor], grads: Sequence[Tensor], memory: Memory, norm: Tensor
     ) -> Callable[[], None] | None:

@@ -42,7 +42,7 @@ class FriendlyAscent(Ascent):
         self, params: Sequence[Tensor], grads: Sequence[Tensor], memory: Memory, base: Optimizer
     ) -> Sequence[Tensor]:
         """Return g - sigma m."""
-        self._meet([p for p in params if p not in memory], memory)
+        self.start([p for p in params if p not in memory], memory)
         means = [local(memory[p]["mean"]) for p in params]
         return torch._foreach_sub(converted([local(g) for g in grads], means), means, alpha=self.sigma)
 
@@ -71,10 +71,10 @@ class FriendlyAscent(Ascent):
 
         return update
 
-    def _meet(self, new: Sequence[Tensor], memory: Memory) -> None:
+    def start(self, params: Sequence[Tensor], memory: Memory) -> None:
         """Give new parameters a mean of 0, and note on the device that no gradient has set it yet."""
         seen: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-        for p in new:
+        for p in params:
             dtype = accumulation_dtype(p)
             none = seen.setdefault((p.device, dtype), torch.zeros((), dtype=dtype, device=p.device))
             memory[p] = {"mean": torch.zeros_like(p, dtype=dtype, requires_grad=False), "seen": none}

@@ -172,7 +172,8 @@ def check_state(
     if not own:
         raise UserValueError(
             "state_dict must come from SAM.state_dict(), but has no entry 'sparsam'; to start from the state of a "
-            "plain optimizer, call base_optimizer.load_state_dict(state_dict)"
+            "plain optimizer, call base_optimizer.load_state_dict(state_dict). The optimizer helpers of "
+            "torch.distributed.checkpoint drop the entry: save sparsam.SAMState(model, optimizer) there"
         )
     _check_entries(own)
     shapes = [list(p.shape) for p in params]
