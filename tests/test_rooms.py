@@ -16,9 +16,9 @@ MODULES = 14  # beside the sub-packages
 LAYERS = [  # of the core: each may import itself and what stands above it here
     ("errors",),
     ("settings", "checks", "randomness"),
-    ("selection", "perturbation"),
+    ("selection", "perturbation", "distributed"),
     ("passes",),
-    ("fisher", "replay", "batchnorm", "distributed"),
+    ("fisher", "replay", "batchnorm"),
     ("masks", "ascents", "rho"),
     ("schedules",),
     ("sam",),

@@ -19,7 +19,7 @@ from sparsam.masks import (
 )
 from sparsam.replay import Cut, find_cuts
 from sparsam.rho import ConstantRho, CosineRho, InverseSqrtRho, ProportionalRho
-from sparsam.sam import SAM
+from sparsam.sam import SAM, SAMState
 from sparsam.schedules import EveryNth, EveryStep, LastSteps, Schedule
 from sparsam.thrifty import thrifty
 
@@ -45,6 +45,7 @@ __all__ = [
     "NormMask",
     "ProportionalRho",
     "RandomMask",
+    "SAMState",
     "Schedule",
     "SuffixMask",
     "TopKMask",

@@ -25,6 +25,7 @@ from torch.func import functional_call, grad, vmap
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from sparsam.checks import check_choice, check_whole
+from sparsam.distributed.shards import aligned, any_sharded, gathering, local
 from sparsam.errors import UserValueError
 from sparsam.passes import call_model, eval_mode, model_arguments
 
@@ -46,7 +47,8 @@ def diagonal_fisher(
 ) -> list[Tensor]:
     r"""Return :math:`\frac1N\sum_i(\nabla_w\ell_i)^2`, one tensor for each parameter that requires a gradient.
 
-    The order is that of `model.parameters()`; the dtype is the parameter's, at least float32.
+    The order is that of `model.parameters()`; the dtype is the parameter's, at least float32. Where parameters are
+    sharded (DTensors), all processes pass the same samples, and the result is sharded as the parameters are.
 
     Args:
         model: Any module; `model(inputs)` is called (`model(*inputs)` for a tuple, `model(**inputs)` for a dict).
@@ -63,10 +65,17 @@ def diagonal_fisher(
     if chunk_size is not None:
         check_whole("chunk_size", chunk_size, allowed="a whole number >= 1, or None")
     samples = _sample_count(inputs, targets)
+    for module in gathering(model.modules()):
+        module.reshard()  # what was gathered stands in for the parameters
     params = [p for p in model.parameters() if p.requires_grad]
     if not params:
         raise UserValueError("model has no parameter that requires a gradient, so it has no Fisher information")
 
+    if any_sharded(params) and method == "exact" and chunk_size is not None:
+        raise UserValueError(
+            f"chunk_size must be None for method='exact' where parameters are sharded (DTensors), which vmap cannot "
+            f"handle, but is {chunk_size}; method='signs' handles chunks"
+        )
     chunk = chunk_size or (SIGNS_CHUNK if method == "signs" else 1)
     signs = _random_signs(samples, generator).to(params[0].device) if method == "signs" else None
     losses = _Losses(loss_fn)
@@ -82,7 +91,7 @@ def diagonal_fisher(
             else:
                 for sum_of_squares, g in zip(total, _each_gradient(model, loss_fn, x, y), strict=True):
                     sum_of_squares += g.to(sum_of_squares.dtype).square().sum(0)
-    torch._foreach_div_(total, samples)
+    torch._foreach_div_([local(t) for t in total], samples)
     return total
 
 
@@ -124,8 +133,8 @@ class _Losses:
 
 
 def _add_squares(total: list[Tensor], gradients: list[Tensor]) -> None:
-    wide = [g.to(t.dtype) for t, g in zip(total, gradients, strict=True)]
-    torch._foreach_addcmul_(total, wide, wide)
+    wide = [local(g).to(t.dtype) for t, g in zip(total, gradients, strict=True)]
+    torch._foreach_addcmul_([local(t) for t in total], wide, wide)
 
 
 def _signed_gradient(
@@ -156,7 +165,22 @@ def _each_gradient(model: nn.Module, loss_fn: Loss, x: Any, y: Any) -> list[Tens
 
 
 def _gradient(loss: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
+    if any_sharded(params):
+        return _gradient_by_backward(loss, params)
     return list(torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True))
+
+
+def _gradient_by_backward(loss: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradient of sharded parameters, which FSDP puts into `.grad` alone."""
+    before = [p.grad for p in params]
+    for p in params:
+        p.grad = None
+    try:
+        loss.backward()  # type: ignore[no-untyped-call]
+        return [torch.zeros_like(p) if p.grad is None else aligned(p.grad, p) for p in params]
+    finally:
+        for p, grad in zip(params, before, strict=True):
+            p.grad = grad
 
 
 def _loss(loss_fn: Loss, outputs: Any, targets: Any) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from sparsam.distributed.shards import gathering
 from sparsam.errors import warn
 from sparsam.perturbation import restore, save
 from sparsam.randomness import RngState, fork_rng, get_rng_state, set_rng_state
@@ -91,6 +92,15 @@ class Passes:
         self._after_first = self._rng_state()
         self._rewind()
 
+    def drop_copies(self) -> None:
+        """Let go of copies of the weights as they were: casts of autocast, and what FSDP has gathered.
+
+        A copy of w would otherwise be taken for one of w + eps.
+        """
+        torch.clear_autocast_cache()
+        for module in self._gathering:
+            module.reshard()
+
     def _rewind(self) -> None:
         set_rng_state(self._before_first)
 
@@ -147,6 +157,7 @@ class Passes:
         self._modules = [] if self.model is None else modules_of(self.model)
         self._devices = {p.device for p in parameters_in(self._modules)}
         self._places = _places(module for module in self._modules if not _tracks(module))
+        self._gathering = gathering(self._modules)
 
 
 class Place(NamedTuple):

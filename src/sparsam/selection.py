@@ -2,6 +2,9 @@
 
 Weights are numbered over all tensors together, in the order given, each tensor in row-major order: the
 "flat index". All functions work on the device and leave it to the caller to wait for it.
+
+Where parameters are sharded (DTensors), a flat vector is that of this process' parts, and the weights that are chosen
+are those that one process with whole parameters would choose.
 """
 
 from __future__ import annotations
@@ -11,6 +14,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from sparsam.distributed.select import largest_sharded
+from sparsam.distributed.shards import any_sharded, is_sharded, local, part_of, totals
+from sparsam.distributed.shards import like as sharded_like
 from sparsam.errors import UserValueError
 from sparsam.randomness import random_generator
 
@@ -27,14 +33,22 @@ def perturbed_count(total: int, sparsity: float) -> int:
     return round((1 - sparsity) * total)
 
 
-def largest(scores: Tensor, k: int) -> Tensor:
+def largest(scores: Tensor, k: int, params: Sequence[Tensor] = ()) -> Tensor:
     """Return a bool vector that is true at the k largest scores; of equal ones the lower index wins.
+
+    Args:
+        scores: One for each weight, by flat index.
+        k: How many.
+        params: Whose scores they are, if the parameters may be sharded.
 
     >>> largest(torch.tensor([3.0, 1.0, 3.0, 3.0]), 2)
     tensor([ True, False,  True, False])
     """
-    if k <= 0 or k >= scores.numel():
+    sharded = any_sharded(params)
+    if k <= 0 or k >= (sum(p.numel() for p in params) if sharded else scores.numel()):
         return torch.full_like(scores, k > 0, dtype=torch.bool)
+    if sharded:
+        return largest_sharded(scores, k, params)
     threshold = torch.topk(scores, k, sorted=False).values.min()
     above, equal = scores > threshold, scores == threshold
     return above | (equal & (equal.cumsum(0) <= k - above.sum()))
@@ -42,14 +56,14 @@ def largest(scores: Tensor, k: int) -> Tensor:
 
 def flatten(tensors: Iterable[Tensor]) -> Tensor:
     """Lay tensors side by side in one vector on the device of the first."""
-    flat = [t.detach().reshape(-1) for t in tensors]
+    flat = [local(t).detach().reshape(-1) for t in tensors]
     return torch.cat([t.to(flat[0].device) for t in flat])
 
 
 def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Cut a vector into tensors with the shapes and devices of `like`."""
-    pieces = torch.split(flat, [t.numel() for t in like])
-    return [piece.view(t.shape).to(t.device) for piece, t in zip(pieces, like, strict=True)]
+    """Cut a vector into tensors with the shapes and devices of `like`, sharded as these are."""
+    pieces = torch.split(flat, [local(t).numel() for t in like])
+    return [sharded_like(piece.view(local(t).shape).to(t.device), t) for piece, t in zip(pieces, like, strict=True)]
 
 
 def expand(selection: Iterable[Tensor | bool], like: Sequence[Tensor]) -> list[Tensor]:
@@ -80,12 +94,23 @@ def settle(selection: Sequence[Tensor | bool], params: Sequence[Tensor]) -> Sele
                     f"shape {tuple(m.shape)} for parameter {i}"
                 )
             indices.append(i)
-            tensors.append(torch.empty_like(p, dtype=torch.bool).copy_(m))
-    counts = torch.stack([m.sum().to(tensors[0].device) for m in tensors]).tolist() if tensors else []
+            tensors.append(torch.empty_like(p, dtype=torch.bool))
+            local(tensors[-1]).copy_(part_of(m, p))
+    counts = _counts(tensors, [params[i] for i in indices]) if tensors else []
     settled = list(selection)
     for i, m, count in zip(indices, tensors, counts, strict=True):
         settled[i] = m if 0 < count < m.numel() else count > 0
     return settled
+
+
+def _counts(masks: list[Tensor], params: Sequence[Tensor]) -> list[int]:
+    sums = torch.stack([local(m).sum().to(masks[0].device) for m in masks])
+    return totals(sums, params).tolist()
+
+
+def local_parts(selection: Selection) -> Selection:
+    """Return a selection among what this process holds of sharded tensors."""
+    return [local(m) if isinstance(m, Tensor) else m for m in selection]
 
 
 def copied(selection: Selection | None) -> Selection | None:
@@ -120,7 +145,18 @@ def rewritten(old: Selection | None, new: Selection) -> Selection:
     return old
 
 
-def random_scores(total: int, *seed: int, device: torch.device) -> Tensor:
-    """Return independent uniform numbers in [0, 1): their k largest are a uniform choice of k."""
+def random_scores(params: Sequence[Tensor], *seed: int) -> Tensor:
+    """Return independent uniform numbers in [0, 1), one for each weight: their k largest are a uniform choice of k.
+
+    A process that holds a part of a parameter draws the numbers of the whole, and keeps those of its part.
+    """
+    device = params[0].device
     generator = random_generator(*seed, device=device)
-    return torch.rand(total, dtype=torch.float64, device=device, generator=generator)
+    flat = torch.empty(sum(local(p).numel() for p in params), dtype=torch.float64, device=device)
+    for piece, p in zip(torch.split(flat, [local(p).numel() for p in params]), params, strict=True):
+        if is_sharded(p):
+            whole = torch.rand(p.shape, dtype=flat.dtype, device=device, generator=generator)
+            piece.copy_(part_of(whole, p).reshape(-1))
+        else:
+            piece.uniform_(generator=generator)
+    return flat

@@ -112,14 +112,6 @@ def test_a_rho_in_a_tensor_is_looked_into_once(rho):
         SAM([nn.Parameter(torch.ones(2))], torch.optim.SGD, rho=torch.tensor(rho), lr=0.1)
 
 
-@pytest.mark.parametrize("attribute", ["device_mesh", "_fsdp_flattened"])
-def test_sharded_parameters_are_refused(attribute):
-    p = nn.Parameter(torch.ones(2))
-    setattr(p, attribute, True)
-    with pytest.raises(TypeError, match=r"^params must be whole tensors, but parameter 0 is sharded \(FSDP or tensor"):
-        SAM([p], torch.optim.SGD, lr=0.1)
-
-
 def test_wrap_takes_no_class():
     message = r"^base_optimizer must be an optimizer, but is the class SGD; SAM\(params, SGD\) takes a class$"
     with pytest.raises(TypeError, match=message):

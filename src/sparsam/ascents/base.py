@@ -33,6 +33,16 @@ class Ascent(Policy, ABC):
             grads: The gradient of each at w; nothing if the ascent takes one pass.
             memory: What this ascent has kept; it may add to it.
             base: The base optimizer.
+
+        Sharded parameters are DTensors, and so are their gradients. The direction may be a DTensor too, or its local
+        part.
+        """
+
+    def start(self, params: Sequence[Tensor], memory: Memory) -> None:
+        """Add to the memory what is kept of parameters of which nothing is known yet.
+
+        `torch.distributed.checkpoint` needs it: it loads a memory into one that is there
+        (:class:`sparsam.SAMState`).
         """
 
     def remember(

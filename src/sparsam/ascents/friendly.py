@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from sparsam.ascents.base import Ascent, Memory
 from sparsam.checks import check_number, check_share
+from sparsam.distributed.shards import local
 from sparsam.perturbation import accumulation_dtype, blended, converted
 from sparsam.settings import Setting
 
@@ -41,9 +42,9 @@ class FriendlyAscent(Ascent):
         self, params: Sequence[Tensor], grads: Sequence[Tensor], memory: Memory, base: Optimizer
     ) -> Sequence[Tensor]:
         """Return g - sigma m."""
-        self._meet([p for p in params if p not in memory], memory)
-        means = [memory[p]["mean"] for p in params]
-        return torch._foreach_sub(converted(grads, means), means, alpha=self.sigma)
+        self.start([p for p in params if p not in memory], memory)
+        means = [local(memory[p]["mean"]) for p in params]
+        return torch._foreach_sub(converted([local(g) for g in grads], means), means, alpha=self.sigma)
 
     def remember(
         self, params: Sequence[Tensor], grads: Sequence[Tensor], memory: Memory, norm: Tensor
@@ -60,8 +61,8 @@ class FriendlyAscent(Ascent):
                 for i in indices:
                     memory[params[i]]["seen"] = seen
             finite = norm.isfinite().to(seen.device)
-            means = [memory[params[i]]["mean"] for i in indices]
-            new = blended(means, [grads[i] for i in indices], 1 - self.decay * seen, where=finite)
+            means = [local(memory[params[i]]["mean"]) for i in indices]
+            new = blended(means, [local(grads[i]) for i in indices], 1 - self.decay * seen, where=finite)
             updates.append(([*means, seen], [*new, torch.maximum(seen, finite.to(seen.dtype))]))
 
         def update() -> None:
@@ -70,10 +71,10 @@ class FriendlyAscent(Ascent):
 
         return update
 
-    def _meet(self, new: Sequence[Tensor], memory: Memory) -> None:
+    def start(self, params: Sequence[Tensor], memory: Memory) -> None:
         """Give new parameters a mean of 0, and note on the device that no gradient has set it yet."""
         seen: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-        for p in new:
+        for p in params:
             dtype = accumulation_dtype(p)
             none = seen.setdefault((p.device, dtype), torch.zeros((), dtype=dtype, device=p.device))
             memory[p] = {"mean": torch.zeros_like(p, dtype=dtype, requires_grad=False), "seen": none}

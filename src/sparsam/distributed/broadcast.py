@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from sparsam.distributed.shards import any_sharded
 from sparsam.errors import UserRuntimeError
 from sparsam.selection import Selection, expand, flatten, unflatten
 
@@ -21,9 +22,12 @@ def of_rank_zero(selection: Sequence[Tensor | bool], params: Sequence[Tensor]) -
     last bits of any result. Without a process group the selection is returned as it is. Ranks that train different
     models, as in an ensemble or in stages of a pipeline, have no mask in common: that is an error on all of them.
     """
+    # Sharded parameters have one mask already, of which each rank holds a part.
     # Whole tensors are chosen by what they are, which is the same on all ranks.
     whole = not any(isinstance(m, Tensor) for m in selection)
-    if whole or not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if whole or any_sharded(params):
+        return list(selection)
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return list(selection)
     flat = flatten(expand(selection, params)).view(torch.uint8)
     _check_same(params, flat.device)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsam.checks import check_choice, check_share, check_whole
+from sparsam.distributed.shards import aligned, everywhere
 from sparsam.masks.sparsity import SparseMask
 from sparsam.selection import flatten, largest, perturbed_count, random_scores
 from sparsam.settings import Setting
@@ -71,14 +72,14 @@ class DynamicMask(SparseMask):
         total = sum(p.numel() for p in params)
 
         def chance(purpose: int) -> Tensor:
-            return random_scores(total, self.seed, step, purpose, device=params[0].device)
+            return random_scores(params, self.seed, step, purpose)
 
         if previous is None:
-            previous = largest(chance(START), perturbed_count(total, self.sparsity))
-        g = flatten(p.grad if p.grad is not None else torch.zeros_like(p) for p in params).abs()
+            previous = largest(chance(START), perturbed_count(total, self.sparsity), params)
+        g = flatten(aligned(p.grad, p) if p.grad is not None else torch.zeros_like(p) for p in params).abs()
         order = {"flattest": -g, "sharpest": g}.get(self.criterion)
         if order is None:
             order = chance(DROP)
-        drop = largest(order.where(previous, -torch.inf), self.drop_count(total, step))
-        drop &= torch.isfinite(g).all()
+        drop = largest(order.where(previous, -torch.inf), self.drop_count(total, step), params)
+        drop &= everywhere(torch.isfinite(g).all(), params)
         return chance(GROW).where(~previous, KEPT).where(~drop, DROPPED)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsam.checks import check_whole
+from sparsam.distributed.shards import any_sharded, like, local, offsets, totals
 from sparsam.errors import UserValueError
 from sparsam.masks.base import Mask
 from sparsam.masks.scores import ScoreFunction, ask, check_score_function
@@ -45,7 +46,30 @@ class NMMask(Mask):
 
     def select(self, params: Sequence[Tensor], step: int, previous: Selection | None) -> Selection:
         """Return n of every m weights by what the user's function says."""
-        return [n_of_m(score, self.n, self.m) if score.dim() > 1 else True for score in ask(self.scores, params)]
+        scores = ask(self.scores, params)
+        self._check_shards(params)
+        return [
+            like(n_of_m(score, self.n, self.m), p) if p.dim() > 1 else True
+            for score, p in zip(scores, params, strict=True)
+        ]
+
+    def _check_shards(self, params: Sequence[Tensor]) -> None:
+        """Refuse groups of m that lie in several processes; all of them come to the same result."""
+        if not any_sharded(params):
+            return
+        split = totals(torch.tensor([self._splits(p) for p in params], device=params[0].device), params).tolist()
+        if any(split):
+            i = next(i for i, count in enumerate(split) if count)
+            raise UserValueError(
+                f"NMMask needs every {self.m} weights along the input dimension in one process, but parameter {i} of "
+                f"shape {tuple(params[i].shape)} is sharded between them: shard dimension 0, or in multiples of m"
+            )
+
+    def _splits(self, p: Tensor) -> int:
+        if p.dim() < 2 or not local(p).numel():
+            return 0
+        start, end = offsets(p)[1], offsets(p)[1] + local(p).shape[1]
+        return int(start % self.m > 0 or (end % self.m > 0 and end < p.shape[1]))
 
 
 def n_of_m(scores: Tensor, n: int, m: int) -> Tensor:

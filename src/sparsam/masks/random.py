@@ -24,4 +24,4 @@ class RandomMask(SparseMask):
 
     def flat_scores(self, params: Sequence[Tensor], step: int, previous: Tensor | None) -> Tensor:
         """Return uniform random numbers."""
-        return random_scores(sum(p.numel() for p in params), self.seed, step, device=params[0].device)
+        return random_scores(params, self.seed, step)

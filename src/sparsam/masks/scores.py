@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsam.distributed.shards import part_of, totals
 from sparsam.errors import UserTypeError, UserValueError
 
 Scores = Mapping[Tensor, Tensor] | Iterable[Tensor]
@@ -32,7 +33,10 @@ def ask(scores: ScoreFunction, params: Sequence[Tensor]) -> list[Tensor]:
 
 
 def match(scores: Scores, params: Sequence[Tensor]) -> list[Tensor]:
-    """Return one score tensor for each parameter: by identity from a mapping, else in the order given."""
+    """Return one score tensor for each parameter: by identity from a mapping, else in the order given.
+
+    Of a sharded parameter (a DTensor) it is the local part. Its scores may be whole or sharded as it is.
+    """
     if isinstance(scores, Mapping):
         for i, p in enumerate(params):
             if p not in scores:
@@ -49,10 +53,12 @@ def match(scores: Scores, params: Sequence[Tensor]) -> list[Tensor]:
         if not isinstance(score, Tensor) or score.shape != p.shape:
             got = tuple(score.shape) if isinstance(score, Tensor) else type(score).__name__
             raise UserValueError(f"scores[{i}] must have the shape {tuple(p.shape)} of its parameter, but has {got}")
-    holds_nan = torch.stack([t.isnan().any().to(tensors[0].device) for t in tensors]).tolist()
+    parts = [part_of(score, p) for score, p in zip(tensors, params, strict=True)]
+    holds_nan = totals(torch.stack([t.isnan().any().to(parts[0].device) for t in parts]).long(), params).tolist()
     if any(holds_nan):
-        raise UserValueError(f"scores[{holds_nan.index(True)}] holds NaN, so its weights cannot be ranked")
-    return tensors
+        first = next(i for i, count in enumerate(holds_nan) if count)
+        raise UserValueError(f"scores[{first}] holds NaN, so its weights cannot be ranked")
+    return parts
 
 
 def _takes_argument(function: Callable[..., Any]) -> bool:

@@ -39,8 +39,11 @@ class SparseMask(Mask):
         if k == 0 or k == total:
             return [k == total] * len(params)
         before = None if previous is None else flatten(expand(previous, params))
-        return list(unflatten(largest(self.flat_scores(params, step, before), k), params))
+        return list(unflatten(largest(self.flat_scores(params, step, before), k, params), params))
 
     @abstractmethod
     def flat_scores(self, params: Sequence[Tensor], step: int, previous: Tensor | None) -> Tensor:
-        """Return one score for each weight, by flat index; `previous` is a bool vector, or None."""
+        """Return one score for each weight, by flat index; `previous` is a bool vector, or None.
+
+        Of sharded parameters (DTensors) both are those of this process' parts, as :func:`flatten` lays them out.
+        """

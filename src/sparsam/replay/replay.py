@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.nn.parallel import DistributedDataParallel
 
+from sparsam.distributed.shards import any_sharded, gathering
 from sparsam.errors import warn
 from sparsam.passes import is_compiled, modules_of, parameters_in
 from sparsam.replay.autograd_graph import is_parameter, node_of, reachable_nodes, tensors_in
@@ -47,6 +48,10 @@ from sparsam.replay.modules import Places, places_of, unwrap
 from sparsam.replay.recording import Before, EndOfGradient, Recorder, Recording, runs_distributed, sums_of
 from sparsam.replay.reuse import Reuse
 
+SHARDED = (
+    "the model is sharded (fully_shard, tensor parallelism), and gathers its weights anew in each pass; with "
+    "DistributedDataParallel the second pass starts at the cut"
+)
 MAX_NEW_PATHS, STEPS = 16, 100  # a model with more new paths in so many steps is not replayed
 
 
@@ -80,6 +85,9 @@ class Replay:
         self._parameters: dict[str, list[nn.Parameter]] = {}  # of modules before the cut
         self._equal_copies = False  # whether the closure makes its batch anew in each call, with the same values
         self._off: str | None = None  # why replay is not even tried
+        self._gathering = gathering(self.model.modules())
+        self._sharded = bool(self._gathering) or any_sharded(self.model.parameters())
+        self._by_name: dict[str, nn.Parameter] = {}  # the parameters of a sharded model, between passes
         self._warned = False
         if self.distributed and self.wrapper.static_graph:
             self._off = "DistributedDataParallel(static_graph=True) allows one way through the graph only"
@@ -110,10 +118,15 @@ class Replay:
         if self._ahead and self._places and not proof:
             self._places = self._places._replace(before=self._ahead)
             self._ahead = []
+        for module in self._gathering:
+            module.reshard()  # what was gathered stands in for the parameters
         params = parameters_in(modules_of(self.model))
         devices = frozenset(p.device for p in params)
         modes = self.model.training, self._where().cut.training
         recording = Recording(self.cut, devices, (*(p.requires_grad for p in params), *modes))
+        if self._sharded:
+            self._by_name = dict(self.model.named_parameters(remove_duplicate=False))
+            recording.stay_open(SHARDED)
         recorder = Recorder(recording, partial(self._reach, proof=proof), self._needs_gradient, self._gradients)
         with self.alone(), self._intercepted(recorder):
             yield recording
@@ -140,10 +153,13 @@ class Replay:
 
     def _reach(self, recording: Recording, *, proof: bool) -> None:
         """Find out what lies before the cut that was just reached; let the pass be a whole one on a new path."""
+        if self._sharded:
+            before, now = self._used(recording), self.model.named_parameters(remove_duplicate=False)
+            recording.before = Before(frozenset(self._by_name[name] for name, p in now if p in before), True)
+            return
         path = self._paths.get(recording.path)
         if path is None:
-            called = {p for call in recording.calls for p in self.model.get_submodule(call.name).parameters()}
-            before = frozenset(called | recording.between)
+            before = self._used(recording)
             after = any(p.requires_grad and p not in before for p in self.model.parameters())
             path = self._paths[recording.path] = Path(Before(before, after))
             self._new.append(self._steps)
@@ -158,6 +174,11 @@ class Replay:
         recording.open = recording.open or (path.proven == 0 and not proof)
         if not self.distributed and runs_distributed():
             recording.stay_open("the closure runs a DistributedDataParallel around the model; give the mask that one")
+
+    def _used(self, recording: Recording) -> frozenset[Tensor]:
+        """Return the parameters that were used on the way to the cut; of a sharded model as they are gathered now."""
+        called = {p for call in recording.calls for p in self.model.get_submodule(call.name).parameters()}
+        return frozenset(called | recording.between)
 
     def _needs_gradient(self, recording: Recording) -> bool:
         """Tell whether the detached input must still require a gradient: reentrant checkpointing asks for it."""

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from sparsam.ascents import Ascent
 from sparsam.checks import check_number, check_rho, check_whole
+from sparsam.distributed.shards import any_sharded, is_sharded, local
 from sparsam.errors import UserRuntimeError, UserTypeError, UserValueError
 from sparsam.settings import Policy, differences
 
@@ -85,6 +86,15 @@ def check_base(base: Any) -> None:
     check_groups(base)
 
 
+def check_model(model: nn.Module | None, base: Optimizer) -> None:
+    """Refuse sharded parameters without their model."""
+    if model is None and any_sharded(p for group in base.param_groups for p in group["params"]):
+        raise UserTypeError(
+            "model must be given where parameters are sharded (DTensors), but is None: weights that FSDP has gathered "
+            "before they are perturbed must be gathered again, and only the model knows them. Pass model=model"
+        )
+
+
 def check_groups(base: Optimizer) -> None:
     """Refuse to maximize, and parameters that are missing, given twice or not real numbers."""
     for i, group in enumerate(base.param_groups):
@@ -106,11 +116,13 @@ def check_groups(base: Optimizer) -> None:
         seen[p] = i
         if not p.is_floating_point():
             raise UserValueError(f"params must be real floating-point tensors, but parameter {i} is {p.dtype}")
-        if hasattr(p, "device_mesh") or hasattr(p, "_fsdp_flattened"):
+        if hasattr(p, "_fsdp_flattened"):
             raise UserTypeError(
-                f"params must be whole tensors, but parameter {i} is sharded (FSDP or tensor parallelism), and each "
-                f"process would perturb by its shard alone; use DistributedDataParallel"
+                f"params must be tensors or DTensors, but parameter {i} is a piece of FullyShardedDataParallel; "
+                f"shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
             )
+        if is_sharded(p) and any(placement.is_partial() for placement in p.placements):
+            raise UserTypeError(f"params must be sharded or replicated, but parameter {i} is placed as {p.placements}")
     _check_shared_storage(base)
 
 
@@ -118,7 +130,7 @@ def _check_shared_storage(base: Optimizer) -> None:
     """Refuse weights that lie in the same memory and have different radii, or that a GPU would write side by side."""
     places: dict[int, list[tuple[int, int, int, Any]]] = {}
     for i, group in enumerate(base.param_groups):
-        for p in group["params"]:
+        for p in map(local, group["params"]):
             if p.layout != torch.strided or not p.numel():
                 continue
             span = 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
@@ -160,7 +172,8 @@ def check_state(
     if not own:
         raise UserValueError(
             "state_dict must come from SAM.state_dict(), but has no entry 'sparsam'; to start from the state of a "
-            "plain optimizer, call base_optimizer.load_state_dict(state_dict)"
+            "plain optimizer, call base_optimizer.load_state_dict(state_dict). The optimizer helpers of "
+            "torch.distributed.checkpoint drop the entry: save sparsam.SAMState(model, optimizer) there"
         )
     _check_entries(own)
     shapes = [list(p.shape) for p in params]

@@ -303,7 +303,7 @@ class SAM(Wrapper):
     def masks(self) -> list[Tensor]:
         """Return which weights the latest step perturbed: one bool tensor for each parameter, in the groups' order.
 
-        All are False after a base step.
+        All are False after a base step. That of a DTensor is a DTensor.
         """
         if self._perturber.moved is None:
             raise UserRuntimeError("there is no mask before the first step: it is made in that step")
@@ -340,7 +340,7 @@ class SAM(Wrapper):
         self._perturber.perturb(ascent, params, rhos, self.base_optimizer, step=self.steps, scale=scale)
         self._phase, self._repeats = Phase.PERTURBED, repeats
         try:
-            torch.clear_autocast_cache()  # a cast of w would otherwise be taken for one of w + eps
+            self._passes.drop_copies()
             if repeats:
                 self._passes.begin_second()
         except BaseException:
@@ -354,7 +354,7 @@ class SAM(Wrapper):
             return
         self._perturber.restore()
         self._phase = phase
-        torch.clear_autocast_cache()
+        self._passes.drop_copies()
         if self._repeats:
             self._passes.end_second(complete=phase is Phase.READY)
 

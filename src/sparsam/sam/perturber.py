@@ -10,12 +10,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sparsam.ascents import Ascent, Memory
+from sparsam.distributed.norm import sharded_norm
+from sparsam.distributed.shards import aligned, any_sharded, local
 from sparsam.masks.base import Mask
 from sparsam.passes import Passes
 from sparsam.perturbation import Saved, gradient_norm, perturb, restore
-from sparsam.sam.checks import check_gradients, check_scale
+from sparsam.sam.checks import check_gradients, check_model, check_scale
 from sparsam.sam.mask_state import MaskState
-from sparsam.selection import Selection, copied, settle
+from sparsam.selection import Selection, copied, local_parts, settle
 
 
 class Perturber:
@@ -36,7 +38,8 @@ class Perturber:
         self._remember: Callable[[], None] | None = None  # what the ascent keeps of this step, once it is taken
 
     def check(self, base: Optimizer) -> None:
-        """Refuse base optimizers that an ascent cannot work with."""
+        """Refuse base optimizers that an ascent cannot work with, and sharded parameters without their model."""
+        check_model(self.passes.model, base)
         for ascent in self.ascents:
             ascent.check(base)
 
@@ -60,6 +63,9 @@ class Perturber:
             scale: What the gradients are too large by.
         """
         self._remember = None
+        sharded = any_sharded(params)
+        if sharded:
+            self.passes.drop_copies()  # a mask finds the parameters in the model
         if ascent is None:
             self.moved = [False] * len(params)
             return
@@ -74,9 +80,11 @@ class Perturber:
             selection = self.mask.selection(params, _eligible(params, in_scope), step)
             used = [i for i, p in enumerate(params) if p.grad is not None and in_scope[i]]
             grads = [params[i].grad for i in used]  # type: ignore[misc]
+            if sharded:
+                grads = [aligned(grad, params[i]) for i, grad in zip(used, grads, strict=True)]
             if scale is not None:
                 check_scale(scale)
-                grads = list(torch._foreach_mul(grads, 1 / scale))
+                grads = [g * (1 / scale) for g in grads] if sharded else list(torch._foreach_mul(grads, 1 / scale))
         taking_part = [params[i] for i in used]
         memory = self.memories[self.ascents.index(ascent)]
         directions = ascent.direction(taking_part, grads, memory, base)
@@ -86,11 +94,16 @@ class Perturber:
             return
         radius = {id(rho): ascent.radius(rho) for rho in rhos}
         w, d = [params[i] for i, _ in moving], [d for _, d in moving]
-        norm = gradient_norm(w, d, adaptive=self.adaptive)
+        m = [selection[i] for i, _ in moving]
+        if sharded:  # the rest is done on what this process holds
+            whole, w, d, m = w, [local(p) for p in w], [local(t) for t in d], local_parts(m)
+            norm = sharded_norm(whole, w, d, adaptive=self.adaptive)
+        else:
+            norm = gradient_norm(w, d, adaptive=self.adaptive)
         self.saved = perturb(
             w,
             d,
-            [selection[i] for i, _ in moving],
+            m,
             [radius[id(rhos[i])] for i, _ in moving],
             adaptive=self.adaptive,
             norm=norm,

@@ -8,6 +8,7 @@ from enum import Enum
 
 from torch import Tensor
 
+from sparsam.distributed.shards import local
 from sparsam.errors import UserRuntimeError
 
 
@@ -39,12 +40,12 @@ class UsedGradients:
 
     def note(self, params: Iterable[Tensor]) -> None:
         """Remember the gradients as they are."""
-        self._versions = [(weakref.ref(p.grad), p.grad._version) for p in params if p.grad is not None]
+        self._versions = [(weakref.ref(p.grad), local(p.grad)._version) for p in params if p.grad is not None]
 
     def any_new(self, params: Iterable[Tensor]) -> bool:
         """Tell whether there is a gradient that was not there, or was another."""
         versions = {id(grad()): version for grad, version in self._versions}
-        return any(p.grad is not None and versions.get(id(p.grad)) != p.grad._version for p in params)
+        return any(p.grad is not None and versions.get(id(p.grad)) != local(p.grad)._version for p in params)
 
     def __getstate__(self) -> dict[str, object]:
         return {"_versions": []}  # a copy has gradients of its own

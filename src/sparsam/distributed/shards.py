@@ -1,0 +1,133 @@
+"""Parameters that several processes hold together: DTensors, as FSDP2 (`fully_shard`) and tensor parallelism make them.
+
+Arithmetic runs on *local parts*, the plain tensors that a process holds. Only sums over all weights need the other
+processes. They count each weight once, in its *owner*: the first of the processes that hold it. A plain tensor among
+DTensors is held by every process.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+
+def any_sharded(tensors: Iterable[object]) -> bool:
+    """Tell whether one of the tensors is a DTensor. Costs next to nothing where no program has imported those."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(t, module.DTensor) for t in tensors)
+
+
+def is_sharded(t: object) -> TypeGuard[DTensor]:
+    """Tell whether a tensor is a DTensor."""
+    return any_sharded((t,))
+
+
+def local(t: Tensor) -> Tensor:
+    """Return the part of a tensor that this process holds, in the same memory: all of it if it is no DTensor."""
+    return t._local_tensor if is_sharded(t) else t  # to_local() is another object than before for a parameter
+
+
+def aligned(grad: Tensor, p: Tensor) -> Tensor:
+    """Return a gradient laid out as its parameter is: tensor parallelism may leave sums that are still to be made."""
+    if is_sharded(grad) and is_sharded(p) and grad.placements != p.placements:
+        return grad.redistribute(p.device_mesh, p.placements)
+    return grad
+
+
+def like(part: Tensor, p: Tensor) -> Tensor:
+    """Return a local part as a DTensor that is sharded as a parameter is; of a plain parameter the part itself."""
+    if not is_sharded(p):
+        return part
+    whole = torch.empty_like(p, dtype=part.dtype, requires_grad=False)
+    local(whole).copy_(part)
+    return whole
+
+
+def part_of(t: Tensor, p: Tensor) -> Tensor:
+    """Return the local part of a tensor of a parameter's shape, which may be whole or sharded as the parameter is."""
+    if not is_sharded(p):
+        return t
+    if is_sharded(t):
+        return local(aligned(t, p))
+    for dim, (offset, size) in enumerate(zip(offsets(p), local(p).shape, strict=True)):
+        t = t.narrow(dim, offset, size)
+    return t
+
+
+def offsets(p: Tensor) -> Sequence[int]:
+    """Return where in the whole parameter the local part begins, in each dimension."""
+    if not is_sharded(p):
+        return [0] * p.dim()
+    (chunk,) = p.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    empty = not local(p).numel()  # then torch may place it beyond the end
+    return [0 if empty else int(offset) for offset in chunk.offsets]
+
+
+class Holders:
+    """The processes that hold parameters together, some of which are DTensors.
+
+    Args:
+        params: All parameters that count.
+    """
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        meshes: list[DeviceMesh] = list(dict.fromkeys(p.device_mesh for p in params if is_sharded(p)))
+        self._ranks = {mesh: mesh.mesh.flatten().tolist() for mesh in meshes}
+        self._mesh = max(meshes, key=lambda mesh: len(self._ranks[mesh]))
+        everyone = self._ranks[self._mesh]
+        contained = all(set(ranks) <= set(everyone) for ranks in self._ranks.values())
+        self._first = everyone[0] if contained else 0
+        self._whole_world = not contained or len(everyone) == dist.get_world_size()
+        self._owns: dict[Any, bool] = {}
+
+    def own(self, p: Tensor) -> bool:
+        """Tell whether this process is the owner of what it holds of a parameter."""
+        key = (p.device_mesh, p.placements) if is_sharded(p) else None
+        if key not in self._owns:
+            self._owns[key] = self._is_first(*key) if key else dist.get_rank() == self._first
+        return self._owns[key]
+
+    def _is_first(self, mesh: DeviceMesh, placements: Sequence[Any]) -> bool:
+        # Of the equal copies of a mesh that is a part of a larger one, the one with the first process of all counts.
+        along = zip(mesh.get_coordinate() or (), placements, strict=True)
+        is_first_replica = all(at == 0 for at, placement in along if placement.is_replicate())
+        return is_first_replica and self._first in self._ranks[mesh]
+
+    def total(self, t: Tensor) -> Tensor:
+        """Add a tensor up over all processes, in place: one all-reduce; one a dimension for a part of the world."""
+        if self._whole_world:
+            dist.all_reduce(t)
+        else:
+            for dim in range(self._mesh.ndim):
+                dist.all_reduce(t, group=self._mesh.get_group(dim))
+        return t
+
+
+def totals(values: Tensor, params: Sequence[Tensor]) -> Tensor:
+    """Return a vector of numbers that were taken of local parts, one for each parameter, for whole parameters."""
+    if not any_sharded(params):
+        return values
+    holders = Holders(params)
+    return holders.total(values * torch.tensor([holders.own(p) for p in params], device=values.device))
+
+
+def everywhere(flag: Tensor, params: Sequence[Tensor]) -> Tensor:
+    """Return whether a 0-d bool is true in all processes that hold the parameters."""
+    if not any_sharded(params):
+        return flag
+    return Holders(params).total((~flag).long()) == 0
+
+
+def gathering(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return the modules that FSDP2 gathers weights for."""
+    module = sys.modules.get("torch.distributed.fsdp")
+    return [] if module is None else [m for m in modules if isinstance(m, module.FSDPModule)]

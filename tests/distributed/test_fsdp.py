@@ -1,0 +1,345 @@
+"""FSDP2: a sharded run is that of one process on the joined batch, weights and masks alike."""
+
+from __future__ import annotations
+
+import io
+import warnings
+
+import pytest
+import torch
+from ranks import in_ranks
+from sharded import POLICIES, Traffic, apart, batch, closure, network, optimizer, train, whole
+from torch import distributed as dist
+from torch.nn import functional as F
+
+from cases import same
+from sparsam import SAM, NMMask, RandomMask, diagonal_fisher
+from sparsam.errors import UserError
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch is built without torch.distributed")
+QUICK = ["dense", "adaptive", "random", "topk-tied", "dynamic", "fisher", "suffix", "random-friendly", "last-steps"]
+
+
+def shard(model, **options):
+    from torch.distributed.fsdp import fully_shard
+
+    for part in (model.stem, model.up, model.down):
+        fully_shard(part, **options)
+    return fully_shard(model, **options)
+
+
+def my_batch(rank: int):
+    x, y = batch()
+    world = dist.get_world_size()
+    return x[rank::world], y[rank::world]
+
+
+def run(rank: int, policies: list[str]) -> dict:
+    results = {}
+    for policy in policies:
+        model = shard(network())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            opt = train(model, policy, *my_batch(rank))
+        masks = opt.masks()
+        results[policy] = {
+            "weights": whole(model.parameters()),
+            "masks": whole(masks),
+            "sharded alike": all(
+                m.placements == p.placements and m.to_local().shape == p.to_local().shape
+                for m, p in zip(masks, model.parameters(), strict=True)
+            ),
+            "warnings": [str(w.message) for w in caught if w.category is UserWarning],
+        }
+    return results
+
+
+@pytest.fixture(scope="module")
+def inside():
+    return in_ranks(look_inside)
+
+
+@pytest.fixture(scope="module")
+def ranks(inside):
+    """Results by the number of processes and the policy, made when they are asked for."""
+    made = {(2, name): [result["runs"][name] for result in inside] for name in QUICK}
+
+    def get(world: int, policy: str) -> list[dict]:
+        if (world, policy) not in made:
+            policies = [name for name in POLICIES if (world, name) not in made]
+            results = in_ranks(run, policies, world_size=world)
+            made.update({(world, name): [result[name] for result in results] for name in policies})
+        return made[world, policy]
+
+    return get
+
+
+CASES = [pytest.param(2, name, marks=() if name in QUICK else pytest.mark.slow) for name in POLICIES]
+CASES += [pytest.param(4, name, marks=pytest.mark.slow) for name in POLICIES]
+
+
+@pytest.mark.parametrize(("world", "policy"), CASES)
+def test_a_sharded_run_is_that_of_one_process(ranks, world, policy):
+    model = network()
+    opt = train(model, policy, *batch())
+    for result in ranks(world, policy):
+        assert apart(result["weights"], model.parameters()) < 1e-10
+        assert same(result["masks"], opt.masks())
+        assert result["sharded alike"]
+    if "mask" in POLICIES[policy](model) and policy != "norm":
+        assert 0 < sum(m.sum() for m in opt.masks()) < sum(m.numel() for m in opt.masks())
+
+
+def test_a_cut_falls_back_to_two_whole_passes_with_one_warning(ranks):
+    for result in ranks(2, "suffix"):
+        (warning,) = result["warnings"]
+        assert warning.startswith("the second pass is computed in full, exact but slower: the model is sharded (fully_")
+        assert warning.endswith("with DistributedDataParallel the second pass starts at the cut")
+    assert not ranks(2, "dense")[0]["warnings"]
+
+
+# ------------------------------------------------------------------------------------------------ a step from inside
+
+
+def local_weights(model) -> list[torch.Tensor]:
+    return [p.to_local().detach().clone() for p in model.parameters()]
+
+
+def look_inside(rank: int) -> dict:
+    x, y = my_batch(rank)
+    return {
+        "runs": run(rank, QUICK),
+        "eps": perturbation(x, y),
+        "restored": restoring(x, y),
+        "stale": stale_copies(x, y),
+        "traffic": traffic(x, y),
+        "resumed": resume(x, y),
+        "fisher": fisher(),
+        "refused": refusals(x, y),
+        "fsdp1": fsdp1(),
+    }
+
+
+def perturbation(x, y) -> tuple[float, list, list]:
+    model = shard(network())
+    opt = optimizer(model, "dense")
+    before = whole(model.parameters())
+    F.cross_entropy(model(x), y).backward()
+    grads = whole(p.grad for p in model.parameters())
+    with opt.perturbed():
+        eps = [a - b for a, b in zip(whole(model.parameters()), before, strict=True)]
+    return eps, grads
+
+
+def restoring(x, y) -> list[bool]:
+    model = shard(network())
+    opt = optimizer(model, "random-adaptive")
+    before = local_weights(model)
+    F.cross_entropy(model(x), y).backward()
+    opt.first_step()
+    moved = not same(local_weights(model), before)
+    opt.restore()
+    restored = same(local_weights(model), before)
+    try:
+        with opt.perturbed():
+            raise KeyError
+    except KeyError:
+        pass
+    return [
+        moved or all(not p.to_local().numel() for p in model.parameters()),
+        restored,
+        same(local_weights(model), before),
+    ]
+
+
+def stale_copies(x, y) -> dict[str, list]:
+    """Look at the loss without a backward pass where FSDP keeps what it has gathered."""
+    results = {}
+    for name, model in (("sharded", shard(network())), ("one process", network())):
+        x, y = (x, y) if name == "sharded" else batch()
+        opt = optimizer(model, "momentum")
+        losses = []
+        for _ in range(3):
+            with torch.no_grad():
+                model(x)  # the root module's weights stay gathered
+            opt.step(closure(opt, model, x, y))
+            with opt.perturbed(), torch.no_grad():
+                losses.append(mean(F.cross_entropy(model(x), y)))
+            opt.restore()
+            losses.append(mean(F.cross_entropy(model(x), y)))
+        results[name] = losses
+    return results
+
+
+def mean(loss: torch.Tensor) -> float:
+    loss = loss.detach().clone()
+    dist.all_reduce(loss)
+    return loss.item() / dist.get_world_size()
+
+
+def traffic(x, y) -> dict[str, list]:
+    results = {}
+    for policy in ("dense", "friendly", "random", "topk-tied"):
+        model = shard(network())
+        opt = optimizer(model, policy, mask=RandomMask(0.5)) if policy == "random" else optimizer(model, policy)
+        opt.step(closure(opt, model, x, y))
+        with Traffic() as sharp:
+            opt.step(closure(opt, model, x, y))
+        results[policy] = sharp.sent
+        if policy == "topk-tied":
+            with Traffic() as sharp:
+                opt.step(closure(opt, model, x, y))  # makes a mask
+            results["a new mask"] = sharp.sent
+    model = shard(network())
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Traffic() as plain:
+        for _ in range(2):
+            closure(base, model, x, y)()
+        base.step()
+    return {**results, "two plain passes": plain.sent}
+
+
+def resume(x, y) -> tuple[bool, bool]:
+    """Save in the middle, load into a new optimizer; compare with the run that went on."""
+    one = shard(network())
+    opt = train(one, "dynamic-adamw", x, y, steps=3)
+    other = shard(network())
+    other.load_state_dict(one.state_dict())
+    again = optimizer(other, "dynamic-adamw")
+    saved = io.BytesIO()
+    torch.save(opt.state_dict(), saved)
+    saved.seek(0)
+    again.load_state_dict(torch.load(saved, weights_only=True))
+    for model, optim in ((one, opt), (other, again)):
+        for _ in range(3):
+            optim.step(closure(optim, model, x, y))
+    return same(local_weights(one), local_weights(other)), same(whole(opt.masks()), whole(again.masks()))
+
+
+def fisher() -> list:
+    model = shard(network())
+    x, y = batch()
+    F.cross_entropy(model(x), y).backward()
+    before = [p.grad for p in model.parameters()]
+    values = whole(diagonal_fisher(model, F.cross_entropy, x, y))
+    kept = all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True))
+    return [values, kept]
+
+
+def message(function) -> str:
+    try:
+        function()
+    except UserError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def refusals(x, y) -> dict[str, str]:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+    from torch.distributed.tensor import Shard
+
+    model = shard(network())
+    by_inputs = shard(network(), shard_placement_fn=lambda p: Shard(p.dim() - 1))
+    split = SAM(by_inputs.parameters(), torch.optim.SGD, mask=NMMask(2, 4, lambda ps: ps), model=by_inputs, lr=0.1)
+    opt = train(model, "random", x, y, steps=1)
+    state = get_optimizer_state_dict(model, opt)
+
+    def not_clearing():
+        F.cross_entropy(model(x), y).backward()
+
+    nan = optimizer(model, "topk")
+    nan.mask.scores = lambda params: [torch.full(p.shape, torch.nan) for p in params]
+    return {
+        "no model": message(lambda: SAM(model.parameters(), torch.optim.SGD, lr=0.1)),
+        "chunk": message(lambda: diagonal_fisher(model, F.cross_entropy, x, y, chunk_size=2)),
+        "split": message(lambda: split.step(closure(split, by_inputs, x, y))),
+        "nan": message(lambda: nan.step(closure(nan, model, x, y))),
+        "helper": message(lambda: set_optimizer_state_dict(model, opt, state)),
+        "not cleared": message(lambda: (opt.zero_grad(), opt.step(not_clearing))),
+    }
+
+
+def fsdp1() -> list[str]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    messages = []
+    for own_parameters in (True, False):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = FullyShardedDataParallel(network(), use_orig_params=own_parameters, device_id=torch.device("cpu"))
+        messages.append(message(lambda model=model: SAM(model.parameters(), torch.optim.SGD, model=model, lr=0.1)))
+    return messages
+
+
+def test_the_norm_is_that_of_the_whole_gradient(inside):
+    for result in inside:
+        eps, grads = result["eps"]
+        length = torch.stack([g.norm() for g in grads]).norm()
+        assert torch.stack([e.norm() for e in eps]).norm().item() == pytest.approx(0.1, abs=1e-12)
+        assert apart(eps, [0.1 * g / length for g in grads]) < 1e-14
+
+
+def test_weights_come_back_bit_for_bit(inside):
+    assert all(all(result["restored"]) for result in inside)
+
+
+def test_gathered_weights_are_gathered_again(inside):
+    for result in inside:
+        assert result["stale"]["sharded"] == pytest.approx(result["stale"]["one process"], abs=1e-10)
+        at_eps, at_w = result["stale"]["sharded"][-2:]
+        assert abs(at_eps - at_w) > 1e-4
+
+
+def test_a_step_sends_8_bytes_more_than_two_plain_passes(inside):
+    for result in inside:
+        plain = sorted(result["traffic"]["two plain passes"])
+        for policy in ("dense", "friendly", "random"):
+            more = sorted(result["traffic"][policy])
+            more.remove(("allreduce_", 8))
+            assert more == plain
+
+
+def test_a_new_mask_sends_counts_and_no_scores(inside):
+    for result in inside:
+        sent = result["traffic"]["a new mask"]
+        for operation in [*result["traffic"]["two plain passes"], ("allreduce_", 8)]:
+            sent.remove(operation)
+        # Sixteen rounds of 256 counts: eight for the score, eight for the flat index of ties. Two sums over tensors.
+        tensors = len(list(network().parameters()))
+        assert sent == [("allreduce_", 8 * tensors), *[("allreduce_", 8 * 256)] * 16, ("allreduce_", 8 * tensors)]
+
+
+def test_a_sharded_run_resumes_bit_for_bit(inside):
+    assert [result["resumed"] for result in inside] == [(True, True)] * 2
+
+
+def test_the_diagonal_fisher_is_that_of_one_process(inside):
+    expected = diagonal_fisher(network(), F.cross_entropy, *batch())
+    for result in inside:
+        values, kept = result["fisher"]
+        assert apart(values, expected) < 1e-14
+        assert kept
+
+
+MESSAGES = {
+    "no model": "UserTypeError: model must be given where parameters are sharded (DTensors), but is None",
+    "chunk": "UserValueError: chunk_size must be None for method='exact' where parameters are sharded (DTensors)",
+    "split": "UserValueError: NMMask needs every 4 weights along the input dimension in one process, but parameter ",
+    "nan": "UserValueError: scores[0] holds NaN",
+    "helper": "UserValueError: state_dict must come from SAM.state_dict(), but has no entry 'sparsam'",
+    "not cleared": "UserRuntimeError: the closure must clear the gradients",
+}
+
+
+@pytest.mark.parametrize("what", MESSAGES)
+def test_what_cannot_be_is_refused_on_every_rank(inside, what):
+    for result in inside:
+        assert result["refused"][what].startswith(MESSAGES[what])
+
+
+def test_fsdp1_is_refused(inside):
+    expected = (
+        "UserTypeError: params must be tensors or DTensors, but parameter 0 is a piece of FullyShardedDataParallel; "
+        "shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
+    )
+    assert [result["fsdp1"] for result in inside] == [[expected, expected]] * 2
