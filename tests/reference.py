@@ -72,13 +72,17 @@ class Reference:
             torch.set_rng_state(after_first)
             for k, b in self.model.named_buffers():
                 b.copy_(statistics[k])
+        self.descend(w, g)
+        return value
+
+    def descend(self, w: list[Vector], g: list[Vector]) -> None:
+        """Take the step of SGD from w, with a gradient from elsewhere."""
         for p, values, gradient, v in zip(self.params, w, g, self.velocity, strict=True):
             decay = self.weight_decay(p) if callable(self.weight_decay) else self.weight_decay
             for i in range(len(values)):
                 v[i] = self.momentum * v[i] + gradient[i] + decay * values[i]
             self.write(p, np.array([values[i] - self.lr * v[i] for i in range(len(values))]))
         self.step_count += 1
-        return value
 
     def direction(self, g: list[Vector]) -> list[Vector]:
         """Return g, or F-SAM's d = g - sigma m, after which m <- decay m + (1 - decay) g; at first d = g and m = g."""
@@ -149,6 +153,26 @@ class SuffixReference(Reference):
 
     def direction(self, g: list[Vector]) -> list[Vector]:
         return [np.where(inside, d, 0.0) for d, inside in zip(super().direction(g), self.suffix, strict=True)]
+
+
+def local_step(replicas: list[Reference]) -> None:
+    """Perturb each replica by its own gradient, with its own norm; step all by the mean of the gradients there.
+
+    The mask is that of the first replica. F-SAM's mean is each replica's own.
+    """
+    w = [[r.read(p) for p in r.params] for r in replicas]
+    for r in replicas:
+        _, r.g = r.gradient(1)
+    m = replicas[0].mask(replicas[0]) if replicas[0].mask else [np.ones(len(v), dtype=bool) for v in w[0]]
+    gradients = []
+    for r, values in zip(replicas, w, strict=True):
+        r.m = m
+        for p, moved in zip(r.params, r.perturbed(values, r.direction(r.g), m), strict=True):
+            r.write(p, moved)
+        gradients.append(r.gradient(1)[1])
+    mean = [sum(parts) / len(replicas) for parts in zip(*gradients, strict=True)]
+    for r, values in zip(replicas, w, strict=True):
+        r.descend(values, mean)
 
 
 def check_step(reference: Reference, model: nn.Module, step: Callable[[], torch.Tensor], seed: int) -> None:

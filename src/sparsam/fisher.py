@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from sparsam.checks import check_choice, check_whole
@@ -51,7 +52,8 @@ def diagonal_fisher(
     sharded (DTensors), all processes pass the same samples, and the result is sharded as the parameters are.
 
     Args:
-        model: Any module; `model(inputs)` is called (`model(*inputs)` for a tuple, `model(**inputs)` for a dict).
+        model: Any module; `model(inputs)` is called (`model(*inputs)` for a tuple, `model(**inputs)` for a dict). Of a
+            DistributedDataParallel its inside: the result is that of this process' samples.
         loss_fn: `loss_fn(outputs, targets)`, which sees one sample at a time, so that it may be mean-reduced.
         inputs: A tensor whose first dimension is the sample, or a tuple or dict of such tensors.
         targets: The same for the targets.
@@ -64,6 +66,8 @@ def diagonal_fisher(
     check_choice("method", method, METHODS)
     if chunk_size is not None:
         check_whole("chunk_size", chunk_size, allowed="a whole number >= 1, or None")
+    if isinstance(model, DistributedDataParallel):
+        model = model.module  # it would wait for gradients that are not summed up
     samples = _sample_count(inputs, targets)
     for module in gathering(model.modules()):
         module.reshard()  # what was gathered stands in for the parameters

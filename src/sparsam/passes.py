@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -30,10 +30,13 @@ class Passes:
 
     Args:
         model: Whose buffers and devices.
+        around_first: Makes what the first pass runs in.
     """
 
-    def __init__(self, model: nn.Module | None) -> None:
-        self.model = model
+    def __init__(
+        self, model: nn.Module | None, around_first: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
+        self.model, self.around_first = model, around_first
         self._buffers: list[SavedBuffers] = []
         self._tracking: list[_BatchNorm] = []
         self._after_first: RngState = {}
@@ -47,7 +50,8 @@ class Passes:
 
     def first(self, closure: Closure) -> Any:
         """Run the first pass, at w."""
-        return closure()
+        with self.around_first():
+            return closure()
 
     def second(self, closure: Closure, perturbed: Sequence[Tensor], params: Sequence[Tensor]) -> None:
         """Run the second pass, at w + eps.

@@ -33,9 +33,10 @@ every_cut = pytest.mark.parametrize(("name", "cut"), EVERY_CUT)
 small_cuts = pytest.mark.parametrize(("name", "cut"), [c for c in EVERY_CUT if c[0] != "resnet18"])
 
 
-def sam(model: nn.Module, cut: str, *, adaptive: bool = False, **options) -> SAM:
+def sam(model: nn.Module, cut: str, *, adaptive: bool = False, perturbation: str = "global", **options) -> SAM:
     mask = SuffixMask(model, cut, **options)
-    return SAM(model.parameters(), torch.optim.SGD, rho=RHO, mask=mask, adaptive=adaptive, **BASE)
+    policy = {"mask": mask, "adaptive": adaptive, "perturbation": perturbation}
+    return SAM(model.parameters(), torch.optim.SGD, rho=RHO, **policy, **BASE)
 
 
 def clipped(closure, model, clip=CLIP):
@@ -335,7 +336,7 @@ def train_rank(rank: int) -> dict:
     for name, options in DDP_OPTIONS.items():
         model = CASES["vgg"].model()
         replica = DistributedDataParallel(model, **options)
-        calls, opt = count_calls(model), sam(replica, "8")
+        calls, opt = count_calls(model), sam(replica, "8", perturbation="local")
         torch.manual_seed(rank)
         closure = closure_of(replica, opt.zero_grad, share_of(rank))
         results[name] = [snapshot(model, opt.step(closure)) for _ in range(DDP_STEPS)], calls

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from sparsam.ascents.base import Ascent, Memory
 from sparsam.checks import check_rho
-from sparsam.errors import UserRuntimeError, UserValueError
+from sparsam.errors import UserRuntimeError, UserTypeError, UserValueError
 from sparsam.settings import Setting
 
 
@@ -42,7 +42,12 @@ class MomentumAscent(Ascent):
         return -(rho if self.rho is None else self.rho)
 
     def check(self, base: Optimizer) -> None:
-        """Refuse base optimizers without a momentum."""
+        """Refuse base optimizers without a momentum, or with a part of it in each process."""
+        if hasattr(base, "consolidate_state_dict"):
+            raise UserTypeError(
+                f"MomentumAscent reads the momentum of every weight, but {type(base).__name__} keeps a part of it in "
+                f"each process; take a plain base optimizer, or another ascent"
+            )
         for i, group in enumerate(base.param_groups):
             if not group.get("momentum") and not group.get("betas", (0,))[0]:
                 raise UserValueError(

@@ -39,32 +39,51 @@ def train(
     ```
 
     `sparsam recipes` lists the recipes, docs/training.md what --set can change. A terminal shows a bar; anything else
-    gets a line of JSON for each epoch on stderr.
+    gets a line of JSON for each epoch on stderr. `torchrun --nproc-per-node 2 -m sparsam train RECIPE` trains on two
+    processes, each on a half of every batch.
     """
-    from sparsam.runs.directory import RunDirectory
+    from sparsam.training.ranks import joined
+
+    with joined(find_device(device)) as own_device:
+        _train(recipe, settings, model, max_steps, output, resume, own_device)
+
+
+def _train(
+    recipe: str | None,
+    settings: list[str] | None,
+    model: str | None,
+    max_steps: int | None,
+    output: Path | None,
+    resume: Path | None,
+    device: Any,
+) -> None:
     from sparsam.training import load_recipe
     from sparsam.training import resume as resume_run
     from sparsam.training import train as train_run
-    from sparsam.training.progress import suitable_progress
+    from sparsam.training.progress import Progress, suitable_progress
+    from sparsam.training.ranks import Ranks, run_directory
 
+    first = Ranks().first
+    progress = suitable_progress() if first else Progress()
     if recipe is not None and resume is not None:
         raise UserValueError("train takes a recipe or --resume DIR, not both")
     if recipe is not None:
         loaded = load_recipe(recipe, overrides(settings, model__name=model, train__max_steps=max_steps))
         path = output or Path("runs") / f"{loaded.name}-seed{loaded.train.seed}"
-        summary = train_run(loaded, path, device=find_device(device), progress=suitable_progress())
+        summary = train_run(loaded, path, device=device, progress=progress)
     elif resume is not None:
         if settings or output or model or max_steps:
             raise UserValueError(
                 "--resume continues a run as it was: --set, --model, --max-steps and --output do not go with it"
             )
         path = resume
-        if RunDirectory(path).finished:
-            print(f"{path} is finished already{_early_end(RunDirectory(path))}")
-        summary = resume_run(path, device=find_device(device), progress=suitable_progress())
+        if first and run_directory(path).finished:
+            print(f"{path} is finished already{_early_end(run_directory(path))}")
+        summary = resume_run(path, device=device, progress=progress)
     else:
         raise UserValueError("train needs either a recipe or --resume DIR")
-    print(f"{_accuracy(summary)}; everything is in {path}")
+    if first:
+        print(f"{_accuracy(summary)}; everything is in {path}")
 
 
 def _early_end(run: RunDirectory) -> str:

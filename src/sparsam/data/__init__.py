@@ -11,13 +11,14 @@ from sparsam.data.augment import Augmentation
 from sparsam.data.cifar import load_cifar
 from sparsam.data.digits import load_digits
 from sparsam.data.image_folder import FolderLoader
-from sparsam.data.loaders import Batch, ResidentLoader
+from sparsam.data.loaders import WHOLE, Batch, Part, ResidentLoader
 
 
 class Loader(Protocol):
     """What a trainer needs of data."""
 
     steps: int
+    part: Part
 
     @property
     def classes(self) -> int:
@@ -37,4 +38,14 @@ class Loader(Protocol):
         """Return the training images as a map-style data set, without augmentation."""
 
 
-__all__ = ["Augmentation", "Batch", "FolderLoader", "Loader", "ResidentLoader", "load_cifar", "load_digits"]
+__all__ = [
+    "WHOLE",
+    "Augmentation",
+    "Batch",
+    "FolderLoader",
+    "Loader",
+    "Part",
+    "ResidentLoader",
+    "load_cifar",
+    "load_digits",
+]

@@ -20,7 +20,7 @@ from sparsam.checks import check_whole
 from sparsam.data.augment import normalise
 from sparsam.data.decoding import Decoded, Decoder, Request
 from sparsam.data.image_files import ImageFolderError, load_image_folder
-from sparsam.data.loaders import ORDER, Batch
+from sparsam.data.loaders import ORDER, WHOLE, Batch, Part
 from sparsam.data.workers import Workers
 from sparsam.errors import UserValueError, need
 from sparsam.randomness import random_generator
@@ -47,6 +47,7 @@ class FolderLoader:
         limit: At most so many images to train on, and as many to evaluate on; None: all.
         skip_corrupt: If an image cannot be decoded, take the next one, with a warning. In an evaluation that image then
             counts twice.
+        part: What this process gets of each batch. It decodes nothing else.
     """
 
     channels = 3
@@ -65,9 +66,11 @@ class FolderLoader:
         validation_seed: int = 0,
         limit: int | None = None,
         skip_corrupt: bool = False,
+        part: Part = WHOLE,
     ) -> None:
         need("PIL.Image", "image folders", extra="train")  # here, not only in a worker
         check_whole("data.batch_size", batch_size)
+        part.check(batch_size)
         check_whole("data.image_size", image_size)
         check_whole("data.workers", workers, least=0)
         if resize < image_size:
@@ -88,6 +91,7 @@ class FolderLoader:
         self.steps = len(data.train) // batch_size
         self.decoder = Decoder(data, seed, image_size, resize, skip_corrupt)
         self.workers = Workers(self.decoder, workers, pin_memory=device.type == "cuda")
+        self.part = part
         self._warned: set[str] = set()
 
     @property
@@ -98,13 +102,15 @@ class FolderLoader:
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Yield the training batches of an epoch, from batch `start` on."""
         order = torch.randperm(len(self.data.train), generator=random_generator(self.seed, epoch, ORDER))
-        chosen = order[: self.steps * self.batch_size].view(self.steps, self.batch_size)[start:]
+        chosen = order[: self.steps * self.batch_size].view(self.steps, self.batch_size)[
+            start:, self.part.of(self.batch_size)
+        ]
         return self._batches(Request("train", indices.tolist(), epoch) for indices in chosen)
 
     def evaluation(self, batch_size: int = 250) -> Iterator[Batch]:
         """Yield the images to evaluate on, in order and without augmentation."""
-        chosen = torch.split(torch.arange(len(self.data.test)), batch_size)
-        return self._batches(Request("test", indices.tolist()) for indices in chosen)
+        chosen = torch.split(torch.arange(len(self.data.test))[self.part.of_all()], batch_size)
+        return self._batches(Request("test", indices.tolist()) for indices in chosen if len(indices))
 
     def samples(self) -> Dataset[Batch]:
         """Return the training images as a map-style data set, as an evaluation would see them."""

@@ -6,6 +6,7 @@ All randomness depends on (seed, epoch, batch) alone, so a run can be resumed an
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,32 @@ ORDER, AUGMENT = range(2)  # two streams of random numbers
 Batch = tuple[Tensor, Tensor]
 
 
+class Part(NamedTuple):
+    """What one of several processes gets of each batch: the same number of images, other ones than the others."""
+
+    rank: int = 0
+    size: int = 1
+
+    def check(self, batch_size: int) -> None:
+        """Refuse a batch that cannot be divided evenly."""
+        if batch_size % self.size:
+            raise UserValueError(
+                f"data.batch_size must be a multiple of the number of processes, {self.size}, but is {batch_size}"
+            )
+
+    def of(self, batch_size: int) -> slice:
+        """Return where in a training batch this part lies."""
+        images = batch_size // self.size
+        return slice(self.rank * images, (self.rank + 1) * images)
+
+    def of_all(self) -> slice:
+        """Return which images this part has of those that are evaluated on: each is in one part."""
+        return slice(self.rank, None, self.size)
+
+
+WHOLE = Part()
+
+
 class ResidentLoader:
     """Shuffles, augments and normalises images on the device that holds them.
 
@@ -31,17 +58,26 @@ class ResidentLoader:
         augmentation: How training images are augmented.
         seed: The seed of order and augmentation.
         device: Where images are kept and batches are made.
+        part: What this process gets of each batch. It augments the whole batch, so that random numbers are the same.
     """
 
     def __init__(
-        self, data: ImageData, batch_size: int, augmentation: Augmentation, *, seed: int, device: torch.device
+        self,
+        data: ImageData,
+        batch_size: int,
+        augmentation: Augmentation,
+        *,
+        seed: int,
+        device: torch.device,
+        part: Part = WHOLE,
     ) -> None:
+        part.check(batch_size)
         if batch_size > len(data.train):
             raise UserValueError(
                 f"data.batch_size must be at most the number of training images, {len(data.train)}, but is {batch_size}"
             )
         self.data, self.batch_size, self.augmentation, self.seed = data.to(device), batch_size, augmentation, seed
-        self.device = device
+        self.device, self.part = device, part
         self.mean, self.std = torch.tensor(data.mean, device=device), torch.tensor(data.std, device=device)
         self.steps = len(data.train) // batch_size
 
@@ -62,12 +98,13 @@ class ResidentLoader:
         for i in range(start, self.steps):
             chosen = order[i * self.batch_size : (i + 1) * self.batch_size]
             generator = random_generator(self.seed, epoch, AUGMENT, i, device=self.device)
-            yield self.augmentation(train.x[chosen], self.mean, self.std, generator), train.y[chosen]
+            own = self.part.of(self.batch_size)
+            yield self.augmentation(train.x[chosen], self.mean, self.std, generator)[own], train.y[chosen[own]]
 
     def evaluation(self, batch_size: int = 1000) -> Iterator[Batch]:
         """Yield the images to evaluate on, in order and without augmentation."""
-        test = self.data.test
-        for x, y in zip(torch.split(test.x, batch_size), torch.split(test.y, batch_size), strict=True):
+        test, own = self.data.test, self.part.of_all()
+        for x, y in zip(torch.split(test.x[own], batch_size), torch.split(test.y[own], batch_size), strict=True):
             yield normalise(x, self.mean, self.std), y
 
     def samples(self) -> Dataset[Batch]:

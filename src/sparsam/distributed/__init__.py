@@ -1,1 +1,5 @@
 """Processes that train one model together."""
+
+from sparsam.distributed.replicas import Replicas
+
+__all__ = ["Replicas"]

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import Dataset, default_collate
 
 from sparsam.checks import check_choice, check_module, check_whole
+from sparsam.distributed.groups import average_scores
 from sparsam.errors import UserTypeError, UserValueError
 from sparsam.fisher import METHODS, diagonal_fisher
 from sparsam.masks.base import Scope
@@ -26,6 +27,10 @@ class FisherMask(SparseMask):
 
     .. math::  \hat F = \frac{1}{N_F} \sum_{i=1}^{N_F} \big(\nabla_w \log p_w(y_i \mid x_i)\big)^2,
                \qquad k = \mathrm{round}((1-s)\,|w|)
+
+    Ranks that train one model together average their :math:`\hat F`. All draw the same indices. So ranks that hold the
+    same data set get what one process gets. Ranks that hold parts of it get the Fisher information of all samples
+    drawn: :math:`N_F` on each rank.
 
     Args:
         sparsity: The share s of the weights that is not perturbed, in [0, 1].
@@ -86,5 +91,6 @@ class FisherMask(SparseMask):
         device = trainable[0].device if trainable else None
         inputs, targets = tree_map_only(Tensor, lambda t: t.to(device), (inputs, targets))
         fisher = diagonal_fisher(self._network, self.loss_fn, inputs, targets, method=self.method, generator=generator)
+        average_scores(fisher)
         by_parameter = dict(zip(trainable, fisher, strict=True))
         return flatten(match(by_parameter, params))

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparsam.distributed.groups import group_size
+from sparsam.distributed.replicas import Replicas
 from sparsam.errors import CaptureError
 from sparsam.passes import Closure, Passes
-from sparsam.replay.modules import parameters_before_by_order
+from sparsam.replay.modules import parameters_before_by_order, unwrap
 from sparsam.replay.proof import Outcome, difference, is_repeatable, matched, named
 from sparsam.replay.recording import Recording
 from sparsam.replay.replay import Path, Replay
@@ -34,9 +36,13 @@ class NotProvenError(Exception):
     """A shorter pass was not the one that was to be proven."""
 
 
-def passes_for(model: nn.Module | None, network: nn.Module | None, cut: str | None) -> Passes:
+def passes_for(model: nn.Module | None, network: nn.Module | None, cut: str | None, replicas: Replicas) -> Passes:
     """Return how the passes of a step are run: in full where there is no cut. See :class:`ReplayedPasses`."""
-    return Passes(model) if network is None or cut is None else ReplayedPasses(model, network, cut)
+    if network is None or cut is None:
+        return Passes(network if model is None else model, replicas.first_pass)
+    if replicas.ddp is not None and unwrap(replicas.ddp) is unwrap(network):
+        network = replicas.ddp  # also where the mask was given what is inside
+    return ReplayedPasses(network if model is None else model, network, cut, replicas)
 
 
 class ReplayedPasses(Passes):
@@ -46,11 +52,13 @@ class ReplayedPasses(Passes):
         model: Whose buffers move once a step and whose random numbers are drawn once.
         network: The network that is cut: the model, or the DistributedDataParallel around it.
         cut: The name of the module whose input is the cut.
+        replicas: The processes that train it.
     """
 
-    def __init__(self, model: nn.Module | None, network: nn.Module, cut: str) -> None:
+    def __init__(self, model: nn.Module | None, network: nn.Module, cut: str, replicas: Replicas) -> None:
         super().__init__(model)
-        self.replay = Replay(network, cut)
+        self.replay, self.replicas = Replay(network, cut), replicas
+        self._is_alone = False  # whether the latest first pass has exchanged no gradients
         self._prefix: list[bool] = []  # which of the optimizer's parameters lie before the cut
         self._skipped: Iterable[nn.Module] = ()
         self._named: dict[str, Tensor] = {}  # the parameters whose gradients a proof compares
@@ -60,6 +68,7 @@ class ReplayedPasses(Passes):
         """Run and record the first pass; its gradient ends at the cut, where that is proven to be right."""
         with self.replay.first_pass():
             loss = closure()
+        self._is_alone = self.replay.exchanges_alone
         self.replay.learn(loss)
         recording = self.replay.recording
         if recording is not None and (path := self.replay.known_path(recording)) is not None:
@@ -67,19 +76,30 @@ class ReplayedPasses(Passes):
         return loss
 
     def find_scope(self, params: Sequence[Tensor]) -> None:
-        """Find out which parameters lie in the suffix.
+        """Find out which parameters lie in the suffix; let their gradients be the means over all replicas.
 
         The recorded first pass shows it; without one the order of the modules has to do. A parameter that once was used
-        before the cut stays in the prefix.
+        before the cut stays in the prefix. Several replicas settle it once, in their first step: what any of them uses
+        before the cut.
         """
         if self.replay.recording is None:
             self.replay.warn_two_step()
+        ddp = self.replicas.ddp if self.replay.distributed else None
+        together, new = ddp is not None and group_size(ddp.process_group) > 1, len(self._prefix) != len(params)
         prefix = self.replay.parameters_before()
-        if prefix is None and len(self._prefix) != len(params):
+        if prefix is None and new:
             prefix = parameters_before_by_order(self.replay.model, self.replay.cut)
-        if prefix is not None:
+        if prefix is not None and (new or not together):
             known = self._prefix + [False] * (len(params) - len(self._prefix))
             self._prefix = [k or p in prefix for k, p in zip(known, params, strict=True)]
+            if together:
+                self.replicas.check_uneven("a cut")
+                self._prefix = self.replicas.any(self._prefix, params[0].device)
+        if together and (new or self.replay.settled is None):
+            self.replay.settled = frozenset(p for p, before in zip(params, self._prefix, strict=True) if not before)
+        if self._is_alone and not self.replicas.local:
+            self.replicas.average_gradients(p for p, before in zip(params, self._prefix, strict=True) if not before)
+        self._is_alone = False
 
     def in_scope(self, params: Sequence[Tensor]) -> list[bool]:
         """Return for each parameter whether it lies in the suffix."""
@@ -236,7 +256,7 @@ class ReplayedPasses(Passes):
     def forget(self) -> None:
         """Let go of the recording of a first pass that no second one followed."""
         self.replay.recording = None
-        self._skipped = ()
+        self._skipped, self._is_alone = (), False
 
     def state(self) -> dict[str, Any]:
         """Return which parameters lie before the cut."""

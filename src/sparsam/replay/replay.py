@@ -76,6 +76,7 @@ class Replay:
     def __init__(self, model: nn.Module, cut: str) -> None:
         self.wrapper, self.model, self.cut = model, unwrap(model), cut
         self.recording: Recording | None = None
+        self.settled: frozenset[Tensor] | None = None  # the suffix, where other processes have agreed to it
         self.proves = True  # whether new paths are proven; tests of the other rules switch it off
         self._paths: dict[tuple[Any, ...], Path] = {}
         self._new: deque[int] = deque(maxlen=MAX_NEW_PATHS + 1)  # steps in which a path was new
@@ -94,17 +95,22 @@ class Replay:
 
     def __getstate__(self) -> dict[str, Any]:
         # Identities of parameters and whatever a step left do not travel.
-        return {**self.__dict__, "recording": None, "_paths": {}, "_places": None, "_ahead": [], "_parameters": {}}
+        nothing = dict.fromkeys(("recording", "settled", "_places"))
+        return {**self.__dict__, **nothing, "_paths": {}, "_ahead": [], "_parameters": {}}
 
     @property
     def distributed(self) -> bool:
         """Whether the model is inside a DistributedDataParallel."""
         return isinstance(self.wrapper, DistributedDataParallel)
 
+    @property
+    def exchanges_alone(self) -> bool:
+        """Whether only the last pass of a step exchanges gradients with other processes, replayed or not."""
+        return self.distributed and not self.wrapper.static_graph
+
     def alone(self) -> AbstractContextManager[Any]:
-        """Let a pass exchange no gradients with other processes: they do so in one pass a step, replayed or not."""
-        alone = self.distributed and not self.wrapper.static_graph
-        return self.wrapper.no_sync() if alone else nullcontext()  # type: ignore[operator]
+        """Let a pass exchange no gradients with other processes."""
+        return self.wrapper.no_sync() if self.exchanges_alone else nullcontext()  # type: ignore[operator]
 
     # ------------------------------------------------------------------------------------------ first pass
 
@@ -172,6 +178,11 @@ class Replay:
         if path.proven < 2 or all(t.device.type == "cpu" for t in inputs):  # later it would have to wait for a GPU
             recording.sums = sums_of(inputs)
         recording.open = recording.open or (path.proven == 0 and not proof)
+        if self.settled is not None and not path.before.parameters.isdisjoint(self.settled):
+            recording.stay_open(
+                f"the first pass took another path to {self.cut!r} than the first step of all ranks, and weights that "
+                f"can be perturbed lie on it"
+            )
         if not self.distributed and runs_distributed():
             recording.stay_open("the closure runs a DistributedDataParallel around the model; give the mask that one")
 
@@ -295,6 +306,7 @@ class Replay:
     def forget_paths(self) -> None:
         """Prove every path anew."""
         self._paths.clear()
+        self.settled = None
 
     def _warn(self, reason: str | None) -> None:
         if reason and not self._warned:

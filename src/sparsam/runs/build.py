@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from sparsam.data import Augmentation, FolderLoader, Loader, ResidentLoader, load_cifar, load_digits
+from sparsam.data import WHOLE, Augmentation, FolderLoader, Loader, Part, ResidentLoader, load_cifar, load_digits
 from sparsam.models import build_model
 from sparsam.runs.recipe import Recipe
 
@@ -41,13 +41,13 @@ def _compile_blocks(model: nn.Module) -> None:
             block.compile(dynamic=False)
 
 
-def build_loader(recipe: Recipe, device: torch.device) -> Loader:
-    """Open the data."""
+def build_loader(recipe: Recipe, device: torch.device, part: Part = WHOLE) -> Loader:
+    """Open the data; `part` is what this process gets of each batch."""
     build = _folder_loader if recipe.data.name == "imagefolder" else _resident_loader
-    return build(recipe, device)
+    return build(recipe, device, part)
 
 
-def _folder_loader(recipe: Recipe, device: torch.device) -> Loader:
+def _folder_loader(recipe: Recipe, device: torch.device, part: Part) -> Loader:
     settings: Any = recipe.data  # what has a meaning for a folder is not None
     return FolderLoader(
         settings.root,
@@ -61,10 +61,11 @@ def _folder_loader(recipe: Recipe, device: torch.device) -> Loader:
         skip_corrupt=settings.skip_corrupt,
         seed=recipe.train.seed,
         device=device,
+        part=part,
     )
 
 
-def _resident_loader(recipe: Recipe, device: torch.device) -> Loader:
+def _resident_loader(recipe: Recipe, device: torch.device, part: Part) -> Loader:
     settings: Any = recipe.data
     data = load_digits() if settings.name == "digits" else load_cifar(settings.name, settings.root)
     if settings.validation is not None:
@@ -72,7 +73,7 @@ def _resident_loader(recipe: Recipe, device: torch.device) -> Loader:
     if settings.limit is not None:
         data = data.limited(settings.limit)
     augmentation = Augmentation(settings.crop_padding, settings.flip, settings.cutout, settings.cutout_probability)
-    return ResidentLoader(data, settings.batch_size, augmentation, seed=recipe.train.seed, device=device)
+    return ResidentLoader(data, settings.batch_size, augmentation, seed=recipe.train.seed, device=device, part=part)
 
 
 def build_loss(recipe: Recipe) -> Any:

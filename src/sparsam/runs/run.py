@@ -70,7 +70,7 @@ class Run:
         """What two runs must share for their step times to be comparable."""
         device = self.environment["device"]
         details = ("processor", "threads") if device == "cpu" else ()
-        machine = (device, *(self.environment.get(detail) for detail in details))
+        machine = (device, self.environment.get("processes", 1), *(self.environment.get(detail) for detail in details))
         return self.setup, self.recipe["data"]["batch_size"], self.recipe["train"]["precision"], machine
 
     @property

@@ -79,6 +79,11 @@ def check_base(base: Any) -> None:
             f"base_optimizer must step without a closure, but {name} needs one and would call it at weights "
             f"that SAM knows nothing of"
         )
+    if getattr(base, "_overlap_with_ddp", False):
+        raise UserTypeError(
+            f"base_optimizer must step when it is told to, but {name} with overlap_with_ddp=True steps in every "
+            f"backward pass; build it with overlap_with_ddp=False"
+        )
     if "rho" in base.defaults:
         raise UserValueError(
             f"base_optimizer must not have a group option named 'rho', which is SAM's radius, but {name} has one"

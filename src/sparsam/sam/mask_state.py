@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from sparsam.distributed.broadcast import of_rank_zero
+from sparsam.distributed.groups import group_size, selecting_in
+from sparsam.distributed.replicas import Replicas
 from sparsam.masks.base import Mask
 from sparsam.randomness import fork_rng
 from sparsam.selection import Selection, copied, rewritten, settle
@@ -25,10 +27,11 @@ class MaskState:
 
     Args:
         mask: The optimizer's.
+        replicas: The processes that share it.
     """
 
-    def __init__(self, mask: Mask) -> None:
-        self.mask = mask
+    def __init__(self, mask: Mask, replicas: Replicas) -> None:
+        self.mask, self.replicas = mask, replicas
         self.made: Made | None = None
         self._before: Made | None = None  # the latest update: a step that is tried again updates the same mask again
 
@@ -59,10 +62,13 @@ class MaskState:
         indices = [i for i, e in enumerate(eligible) if e]
         subset = [params[i] for i in indices]
         selection: Selection = [False] * len(params)
+        group = self.replicas.group
+        if self.mask.interval is not None and group_size(group) > 1:
+            self.replicas.check_uneven("a mask with an interval")
         if subset:
-            with fork_rng(p.device for p in subset):
+            with fork_rng(p.device for p in subset), selecting_in(group):
                 chosen = self.mask.select(subset, step, before and [before.selection[i] for i in indices])
-            for i, m in zip(indices, settle(of_rank_zero(chosen, subset), subset), strict=True):
+            for i, m in zip(indices, settle(of_rank_zero(chosen, subset, group), subset), strict=True):
                 selection[i] = m
         self.made, self._before = Made(rewritten(self.made and self.made.selection, selection), step, eligible), before
 

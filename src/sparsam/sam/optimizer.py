@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from sparsam.ascents import Ascent, GradientAscent
 from sparsam.checks import check_module, check_rho
+from sparsam.distributed.replicas import Replicas
 from sparsam.errors import UserRuntimeError
 from sparsam.masks import DenseMask, Mask
 from sparsam.passes import Closure
@@ -82,6 +83,9 @@ class SAM(Wrapper):
         adaptive: Scale the perturbation by the size of the weights (ASAM).
         model: The network, if running statistics of normalisation layers are to move once a step and
             dropout is to draw the same numbers in both passes. Default: the mask's model, if it has one.
+        perturbation: Of several replicas: "global", by the mean gradient of all of them, or "local", each by its own,
+            without communication: `model` is the DistributedDataParallel (:class:`sparsam.distributed.Replicas`).
+        process_group: The processes that share a mask. Default: those of the DistributedDataParallel, or all.
         **base_arguments: Passed on to the base optimizer: `lr`, `momentum`, ...
 
     >>> w = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
@@ -105,37 +109,12 @@ class SAM(Wrapper):
         schedule: Schedule | None = None,
         adaptive: bool = False,
         model: nn.Module | None = None,
+        perturbation: str = "global",
+        process_group: Any | None = None,
         **base_arguments: Any,
     ) -> None:
         check_arguments(params, base_optimizer)
-        self._build(base_optimizer(params, **base_arguments), rho, mask, ascent, schedule, adaptive, model)
-
-    @classmethod
-    def wrap(
-        cls,
-        base_optimizer: Optimizer,
-        rho: float | Tensor = 0.1,
-        mask: Mask | None = None,
-        ascent: Ascent | None = None,
-        schedule: Schedule | None = None,
-        adaptive: bool = False,
-        model: nn.Module | None = None,
-    ) -> Self:
-        """Build around an optimizer that exists already; a group that carries `rho` keeps it."""
-        self = cls.__new__(cls)
-        self._build(base_optimizer, rho, mask, ascent, schedule, adaptive, model)
-        return self
-
-    def _build(
-        self,
-        base: Optimizer,
-        rho: float | Tensor,
-        mask: Mask | None,
-        ascent: Ascent | None,
-        schedule: Schedule | None,
-        adaptive: bool,
-        model: nn.Module | None,
-    ) -> None:
+        base = base_optimizer(params, **base_arguments)
         check_base(base)
         check_rho(rho)
         check_module("model", model)
@@ -148,8 +127,9 @@ class SAM(Wrapper):
         if mask is not None:
             check_one_pass(mask, ascents)
         scope = self.mask.scope
-        self._passes = passes_for(scope.model if model is None else model, scope.model, scope.cut)
-        self._perturber = Perturber(self.mask, ascents, self._passes, self.adaptive)
+        self._replicas = Replicas((scope.model, model), perturbation, process_group)
+        self._passes = passes_for(model, scope.model, scope.cut, self._replicas)
+        self._perturber = Perturber(self.mask, ascents, self._passes, self.adaptive, self._replicas)
         self._perturber.check(base)
         self.steps = 0  # taken so far
         self._phase = Phase.IDLE
@@ -159,6 +139,25 @@ class SAM(Wrapper):
         self._closure_check = ClosureCheck()
         self._reloads = 0  # how often what a step reads was replaced: a captured graph goes on reading the old
         self._wrap(base, rho)
+
+    @classmethod
+    def wrap(
+        cls,
+        base_optimizer: Optimizer,
+        rho: float | Tensor = 0.1,
+        mask: Mask | None = None,
+        ascent: Ascent | None = None,
+        schedule: Schedule | None = None,
+        adaptive: bool = False,
+        model: nn.Module | None = None,
+        perturbation: str = "global",
+        process_group: Any | None = None,
+    ) -> Self:
+        """Build around an optimizer that exists already; a group that carries `rho` keeps it."""
+        self = cls.__new__(cls)
+        policies = mask, ascent, schedule, adaptive, model, perturbation, process_group
+        SAM.__init__(self, (), lambda _: base_optimizer, rho, *policies)
+        return self
 
     # ------------------------------------------------------------------------------------------- the step
 
@@ -393,6 +392,7 @@ class SAM(Wrapper):
     def _settings(self) -> dict[str, Any]:
         policies = {"mask": self.mask, "ascent": self.ascent, "schedule": self.schedule}
         settings = {name: policy.settings() for name, policy in policies.items()}
+        settings |= self._replicas.settings()
         return {"base": type(self.base_optimizer).__name__, "adaptive": self.adaptive, **settings}
 
     def __getstate__(self) -> dict[str, Any]:

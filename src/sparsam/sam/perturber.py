@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from sparsam.ascents import Ascent, Memory
 from sparsam.distributed.norm import sharded_norm
+from sparsam.distributed.replicas import Replicas
 from sparsam.distributed.shards import aligned, any_sharded, local
 from sparsam.masks.base import Mask
 from sparsam.passes import Passes
@@ -28,10 +29,14 @@ class Perturber:
         ascents: All ascents that a step may take.
         passes: How passes are run, which tells the mask's scope.
         adaptive: The perturbation of ASAM.
+        replicas: The processes that share the mask.
     """
 
-    def __init__(self, mask: Mask, ascents: Sequence[Ascent], passes: Passes, adaptive: bool) -> None:
-        self.mask, self.ascents, self.passes, self.adaptive = MaskState(mask), list(ascents), passes, adaptive
+    def __init__(
+        self, mask: Mask, ascents: Sequence[Ascent], passes: Passes, adaptive: bool, replicas: Replicas
+    ) -> None:
+        self.mask, self.replicas = MaskState(mask, replicas), replicas
+        self.ascents, self.passes, self.adaptive = list(ascents), passes, adaptive
         self.memories: list[Memory] = [{} for _ in ascents]
         self.moved: Selection | None = None  # what the latest step perturbed
         self.saved: list[Saved] = []
@@ -75,6 +80,7 @@ class Perturber:
             selection: Selection = [True] * len(params)
         else:
             check_gradients(params)
+            self.replicas.check_first_pass()
             self.passes.find_scope(params)
             in_scope = self.passes.in_scope(params)
             selection = self.mask.selection(params, _eligible(params, in_scope), step)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from sparsam import __version__
+from sparsam.distributed.groups import group_size
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
@@ -23,6 +24,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "processor": processor(),
         "platform": platform.platform(),
         "threads": torch.get_num_threads(),
+        "processes": group_size(None),
         "git": git_commit(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }

@@ -13,6 +13,7 @@ from sparsam.runs.directory import RunDirectory
 from sparsam.runs.recipe import Recipe
 from sparsam.training.environment import default_device, describe_environment
 from sparsam.training.progress import Progress
+from sparsam.training.ranks import run_directory
 from sparsam.training.trainer import Trainer
 
 
@@ -25,7 +26,7 @@ def train(
 
 def resume(path: str | Path, *, device: torch.device | None = None, progress: Progress | None = None) -> dict[str, Any]:
     """Continue a run from its latest checkpoint; from its start if it has none."""
-    directory = RunDirectory(path)
+    directory = run_directory(path)
     return directory.summary() if directory.finished else old_run(path, device=device, progress=progress).run()
 
 
@@ -33,7 +34,7 @@ def new_run(
     recipe: Recipe, path: str | Path, *, device: torch.device | None = None, progress: Progress | None = None
 ) -> Trainer:
     """Make a new directory for a recipe, and its trainer."""
-    directory = RunDirectory(path)
+    directory = run_directory(path)
     with _locked_for_trainer(directory):
         directory.check_new()
         return _begin(recipe, directory, device, progress)
@@ -41,7 +42,7 @@ def new_run(
 
 def old_run(path: str | Path, *, device: torch.device | None = None, progress: Progress | None = None) -> Trainer:
     """Return a trainer that stands where an unfinished run was saved last."""
-    directory = RunDirectory(path)
+    directory = run_directory(path)
     directory.recipe()  # an error if there is no run
     with _locked_for_trainer(directory):
         return _continue(directory, device, progress)
@@ -51,7 +52,7 @@ def open_run(
     recipe: Recipe, path: str | Path, *, device: torch.device | None = None, progress: Progress | None = None
 ) -> Trainer | None:
     """Return a trainer for a new run, or for one that was stopped; None if the run is finished."""
-    directory = RunDirectory(path)
+    directory = run_directory(path)
     with _locked_for_trainer(directory):
         if directory.finished:
             directory.unlock()

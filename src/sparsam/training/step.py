@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsam.cuda_graph import CapturedStep
+from sparsam.distributed.groups import group_size
 from sparsam.runs.build import build_loss
 from sparsam.runs.recipe import Recipe
 from sparsam.sam import SAM
@@ -18,8 +19,12 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def is_captured(recipe: Recipe, device: torch.device) -> bool:
-    """Return whether steps are captured in a CUDA graph. A gradient scaler looks at the host, so fp16 steps are not."""
-    return recipe.train.cuda_graph and device.type == "cuda" and recipe.train.precision != "fp16"
+    """Return whether steps are captured in a CUDA graph.
+
+    A gradient scaler looks at the host, so fp16 steps are not, nor are steps of several processes.
+    """
+    alone = group_size(None) == 1
+    return recipe.train.cuda_graph and device.type == "cuda" and recipe.train.precision != "fp16" and alone
 
 
 def autocast(recipe: Recipe, device: torch.device) -> AbstractContextManager[Any]:

@@ -2,7 +2,7 @@
 
 A run is a function of its recipe: weights, order of images, augmentation, dropout and masks all start from seeds, and
 what a step needs of the past is in the checkpoint. In deterministic mode a resumed run is the uninterrupted
-one, bit for bit.
+one, bit for bit. Several processes can train a run together (:mod:`sparsam.training.ranks`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Iterator
+from copy import copy
 from itertools import islice, pairwise
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 
 from sparsam.ascents import Ascent
 from sparsam.batchnorm import refresh_batchnorm
+from sparsam.data import WHOLE
 from sparsam.errors import need
 from sparsam.passes import preserve_state
 from sparsam.runs.build import build_loader, build_network
@@ -34,6 +36,7 @@ from sparsam.training.flops import theoretical_flops
 from sparsam.training.interrupt import Interrupted, stopping_on_signals
 from sparsam.training.mask_statistics import MaskStatistics
 from sparsam.training.progress import Progress
+from sparsam.training.ranks import Ranks
 from sparsam.training.step import TrainingStep, autocast, is_captured
 
 OF_THE_DEVICE = ("lr", "rho", "fused", "capturable")  # group options that differ between a CPU and a captured step
@@ -54,19 +57,21 @@ class Trainer:
         self, recipe: Recipe, directory: RunDirectory, *, device: torch.device, progress: Progress | None = None
     ) -> None:
         self.recipe, self.directory, self.device = recipe, directory, device
-        self.progress = progress or Progress()
+        self.ranks = Ranks()
+        self.progress = (progress if self.ranks.first else None) or Progress()
         prepare_torch(recipe, self.device)
         if recipe.train.tensorboard:
             need("tensorboard", "TensorBoard events", extra="tensorboard")
 
-        self.loader = build_loader(recipe, self.device)
+        self.loader = build_loader(recipe, self.device, self.ranks.part)
         self.total_steps = total_steps(recipe, self.loader.steps)
         self.epochs = math.ceil(self.total_steps / self.loader.steps)
         self.model = build_network(recipe, self.loader.classes, self.loader.channels, self.device)
-        run = Context(self.model, self.loader, self.loader.steps, self.total_steps, recipe.train.seed)
+        self.replica = self.ranks.replicate(self.model, self.device)  # the model, as it trains
+        run = Context(self.replica, self.loader, self.loader.steps, self.total_steps, recipe.train.seed)
         self.opt = build_optimizer(recipe, run, captured=is_captured(recipe, self.device))
         self.sam = self.opt if isinstance(self.opt, SAM) else None
-        self.step = TrainingStep(recipe, self.model, self.opt, self.device)
+        self.step = TrainingStep(recipe, self.replica, self.opt, self.device)
 
         self.epoch = self.batch = 0  # the next batch to train on
         self.loss_sum = torch.zeros((), device=self.device)  # of the epoch so far
@@ -85,7 +90,7 @@ class Trainer:
         with stopping_on_signals(self.stop):
             for _ in self.steps():
                 pass
-        return self.directory.summary()
+        return self.directory.summary() if self.ranks.first else {}
 
     def stop(self) -> None:
         """End the step that is being taken, save, and raise :class:`Interrupted`."""
@@ -111,11 +116,12 @@ class Trainer:
                 self.directory.add_events(metrics)
             self.progress.epoch_done(metrics)
             self._next_epoch(metrics)
-            if self._stop and self.epoch < self.epochs:
+            if self.ranks.agree(self._stop) and self.epoch < self.epochs:
                 self._save_and_stop()
-        summary = self._summary()
-        self.directory.write_summary(summary)
-        self.progress.done(summary)
+        if self.ranks.first:
+            summary = self._summary()
+            self.directory.write_summary(summary)
+            self.progress.done(summary)
 
     def _train_epoch(self) -> Iterator[None]:
         self.model.train()
@@ -134,16 +140,18 @@ class Trainer:
                 self.progress.step_done(self.batch, time.perf_counter() - start)
             if self.step.eager_because:
                 self.progress.remark(f"no CUDA graph: {self.step.eager_because}")
-            if self._stop or (every and self.batch % every == 0):
+            stop = self.ranks.agree(self._stop)
+            if stop or (every and self.batch % every == 0):
                 self._synchronize()
                 self.seconds = time.perf_counter() - start
-                if self._stop:
+                if stop:
                     self._save_and_stop()
                 self.save(self.directory.last)
                 start = time.perf_counter() - self.seconds  # writing is not training
             yield
         self._synchronize()
         self.seconds = time.perf_counter() - start
+        self.ranks.average(self.loss_sum)
 
     def _step(self, x: Tensor, y: Tensor) -> Tensor:
         """Take a step; measure the mask of the epoch's last step that has one."""
@@ -193,6 +201,7 @@ class Trainer:
     def evaluate(self) -> tuple[float, float, int]:
         """Return loss and accuracy over the evaluation images, and their number."""
         self.model.eval()
+        self.ranks.share_buffers(self.model)
         loss, right, count = (torch.zeros((), device=self.device) for _ in range(3))
         for x, y in self.loader.evaluation():
             with autocast(self.recipe, self.device):
@@ -200,7 +209,9 @@ class Trainer:
             loss += F.cross_entropy(outputs.float(), y, reduction="sum")
             right += (outputs.argmax(1) == y).sum()
             count += len(y)
-        total_loss, total_right, total = torch.stack([loss, right, count]).tolist()
+        sums = torch.stack([loss, right, count])
+        self.ranks.sum(sums)
+        total_loss, total_right, total = sums.tolist()
         return total_loss / total, total_right / total, int(total)
 
     def _metrics(self) -> dict[str, Any]:
@@ -228,9 +239,11 @@ class Trainer:
         batches = self.recipe.train.refresh_batchnorm
         if batches is None or self.epoch + 1 < self.epochs:
             return {}
+        loader = copy(self.loader)
+        loader.part = WHOLE  # of several processes each takes the statistics of whole batches
         with preserve_state(self.model), autocast(self.recipe, self.device):
             refresh_batchnorm(
-                self.model, (self.step.laid_out(x) for x, _ in islice(self.loader.epoch(self.epochs), batches))
+                self.model, (self.step.laid_out(x) for x, _ in islice(loader.epoch(self.epochs), batches))
             )
             loss, accuracy, _ = self.evaluate()
         return {"fresh_test_loss": loss, "fresh_test_accuracy": accuracy}
@@ -252,7 +265,7 @@ class Trainer:
         if improved:
             self.best = {"accuracy": metrics["test_accuracy"], "epoch": self.epoch}
             if every:
-                save_checkpoint(self.directory.best, {"model": self.model.state_dict(), "epoch": self.epoch})
+                self._write(self.directory.best, {"model": self.model.state_dict(), "epoch": self.epoch})
         due = self.epoch == self.epochs or (every and self.epoch % every == 0)
         if due or (every and improved):  # a run that goes on from here agrees with its best weights
             self.save(self.directory.last)
@@ -286,11 +299,12 @@ class Trainer:
     # --------------------------------------------------------------------------------------------- checkpoints
 
     def save(self, path: Any) -> None:
-        """Write everything that the rest of the run depends on."""
+        """Write everything that the rest of the run depends on; it is the same for all processes."""
+        self.ranks.average(self.loss_sum)
         rng = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.device)
-        save_checkpoint(
+        self._write(
             path,
             {
                 "model": self.model.state_dict(),
@@ -307,6 +321,10 @@ class Trainer:
                 "mask_statistics": self.mask_statistics.state(),
             },
         )
+
+    def _write(self, path: Any, content: dict[str, Any]) -> None:
+        if self.ranks.first:
+            save_checkpoint(path, content)
 
     def load(self, path: Any) -> None:
         """Go to where a checkpoint was written."""
