@@ -96,7 +96,8 @@ class Perturber:
         w, d = [params[i] for i, _ in moving], [d for _, d in moving]
         m = [selection[i] for i, _ in moving]
         if sharded:  # the rest is done on what this process holds
-            whole, w, d, m = w, [local(p) for p in w], [local(t) for t in d], local_parts(m)
+            d, m = [local(aligned(t, p)) for t, p in zip(d, w, strict=True)], local_parts(m)
+            whole, w = w, [local(p) for p in w]
             norm = sharded_norm(whole, w, d, adaptive=self.adaptive)
         else:
             norm = gradient_norm(w, d, adaptive=self.adaptive)
