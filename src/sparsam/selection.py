@@ -108,11 +108,6 @@ def _counts(masks: list[Tensor], params: Sequence[Tensor]) -> list[int]:
     return totals(sums, params).tolist()
 
 
-def local_parts(selection: Selection) -> Selection:
-    """Return a selection among what this process holds of sharded tensors."""
-    return [local(m) if isinstance(m, Tensor) else m for m in selection]
-
-
 def copied(selection: Selection | None) -> Selection | None:
     """Return a selection that later updates do not write into."""
     return None if selection is None else [m.clone() if isinstance(m, Tensor) else m for m in selection]

@@ -17,7 +17,8 @@ from sparsam import SAM, NMMask, RandomMask, diagonal_fisher
 from sparsam.errors import UserError
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch is built without torch.distributed")
-QUICK = ["dense", "adaptive", "random", "topk-tied", "dynamic", "fisher", "suffix", "random-friendly", "last-steps"]
+QUICK = ["dense", "random", "topk-tied", "dynamic", "fisher", "suffix", "random-friendly"]
+FOUR = [*QUICK, "adaptive", "last-steps", "dynamic-adamw"]  # policies for four processes
 
 
 def shard(model, **options):
@@ -66,7 +67,7 @@ def ranks(inside):
 
     def get(world: int, policy: str) -> list[dict]:
         if (world, policy) not in made:
-            policies = [name for name in POLICIES if (world, name) not in made]
+            policies = [name for name in (POLICIES if world == 2 else FOUR) if (world, name) not in made]
             results = in_ranks(run, policies, world_size=world)
             made.update({(world, name): [result[name] for result in results] for name in policies})
         return made[world, policy]
@@ -75,7 +76,7 @@ def ranks(inside):
 
 
 CASES = [pytest.param(2, name, marks=() if name in QUICK else pytest.mark.slow) for name in POLICIES]
-CASES += [pytest.param(4, name, marks=pytest.mark.slow) for name in POLICIES]
+CASES += [pytest.param(4, name, marks=pytest.mark.slow) for name in FOUR]
 
 
 @pytest.mark.parametrize(("world", "policy"), CASES)
@@ -113,6 +114,7 @@ def look_inside(rank: int) -> dict:
         "restored": restoring(x, y),
         "stale": stale_copies(x, y),
         "traffic": traffic(x, y),
+        "low precision": low_precision(x, y),
         "resumed": resume(x, y),
         "fisher": fisher(),
         "refused": refusals(x, y),
@@ -197,6 +199,39 @@ def traffic(x, y) -> dict[str, list]:
             closure(base, model, x, y)()
         base.step()
     return {**results, "two plain passes": plain.sent}
+
+
+def low_precision(x, y) -> dict[str, float]:
+    """Compare steps in bf16 with the same steps by whole gradients, written out."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policies = {
+        "policy": (torch.float32, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}),
+        "bf16": (torch.bfloat16, {}),
+    }
+    results = {}
+    for name, (dtype, options) in policies.items():
+        data = x.to(dtype), y
+        model, other = (shard(network(dtype), **options) for _ in range(2))
+        opt = optimizer(model, "dense", momentum=0.0, weight_decay=0.0)
+        base = torch.optim.SGD(other.parameters(), lr=0.1)
+        for _ in range(3):
+            opt.step(closure(opt, model, *data))
+            closure(base, other, *data)()
+            before, grads = local_weights(other), whole(p.grad for p in other.parameters())
+            norm = torch.stack([g.double().norm() for g in grads]).norm()
+            with torch.no_grad():
+                for p in other.parameters():
+                    part = p.to_local()
+                    part.copy_(part.float() + (0.1 / norm).float() * p.grad.to_local().float())
+            closure(base, other, *data)()
+            for p, w in zip(other.parameters(), before, strict=True):
+                p.detach().to_local().copy_(w)
+            base.step()
+        results[name] = apart(whole(model.parameters()), whole(other.parameters()))
+        results[f"{name}, moved"] = apart(whole(model.parameters()), network(dtype).parameters())
+        results[f"{name}, dtype"] = str(next(model.parameters()).grad.dtype)
+    return results
 
 
 def resume(x, y) -> tuple[bool, bool]:
@@ -307,6 +342,14 @@ def test_a_new_mask_sends_counts_and_no_scores(inside):
         # Sixteen rounds of 256 counts: eight for the score, eight for the flat index of ties. Two sums over tensors.
         tensors = len(list(network().parameters()))
         assert sent == [("allreduce_", 8 * tensors), *[("allreduce_", 8 * 256)] * 16, ("allreduce_", 8 * tensors)]
+
+
+def test_steps_in_low_precision(inside):
+    for result in inside:
+        apart = result["low precision"]
+        assert apart["policy"] < 1e-7 < 1e-3 < apart["policy, moved"]
+        assert apart["bf16"] == 0 < 1e-3 < apart["bf16, moved"]
+        assert (apart["policy, dtype"], apart["bf16, dtype"]) == ("torch.float32", "torch.bfloat16")
 
 
 def test_a_sharded_run_resumes_bit_for_bit(inside):

@@ -101,9 +101,8 @@ POLICIES: dict[str, Callable[[nn.Module], Options]] = {
 
 def optimizer(model: nn.Module, policy: str, **overrides: Any) -> SAM:
     options = {"rho": 0.1, "lr": 0.1, "model": model, **POLICIES[policy](model), **overrides}
-    if "base_optimizer" not in options:
-        options |= {"base_optimizer": torch.optim.SGD, "momentum": 0.9, "weight_decay": 1e-3}
-    return SAM(model.parameters(), **options)
+    sgd = {"base_optimizer": torch.optim.SGD, "momentum": 0.9, "weight_decay": 1e-3}
+    return SAM(model.parameters(), **(options if "base_optimizer" in options else {**sgd, **options}))
 
 
 def closure(opt: torch.optim.Optimizer, model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Tensor]:

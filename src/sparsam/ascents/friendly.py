@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from sparsam.ascents.base import Ascent, Memory
 from sparsam.checks import check_number, check_share
-from sparsam.distributed.shards import local
+from sparsam.distributed.shards import local_parts
 from sparsam.perturbation import accumulation_dtype, blended, converted
 from sparsam.settings import Setting
 
@@ -43,8 +43,8 @@ class FriendlyAscent(Ascent):
     ) -> Sequence[Tensor]:
         """Return g - sigma m."""
         self.start([p for p in params if p not in memory], memory)
-        means = [local(memory[p]["mean"]) for p in params]
-        return torch._foreach_sub(converted([local(g) for g in grads], means), means, alpha=self.sigma)
+        means = local_parts(memory[p]["mean"] for p in params)
+        return torch._foreach_sub(converted(local_parts(grads), means), means, alpha=self.sigma)
 
     def remember(
         self, params: Sequence[Tensor], grads: Sequence[Tensor], memory: Memory, norm: Tensor
@@ -61,8 +61,8 @@ class FriendlyAscent(Ascent):
                 for i in indices:
                     memory[params[i]]["seen"] = seen
             finite = norm.isfinite().to(seen.device)
-            means = [local(memory[params[i]]["mean"]) for i in indices]
-            new = blended(means, [local(grads[i]) for i in indices], 1 - self.decay * seen, where=finite)
+            means = local_parts(memory[params[i]]["mean"] for i in indices)
+            new = blended(means, local_parts(grads[i] for i in indices), 1 - self.decay * seen, where=finite)
             updates.append(([*means, seen], [*new, torch.maximum(seen, finite.to(seen.dtype))]))
 
         def update() -> None:

@@ -33,7 +33,13 @@ def is_sharded(t: object) -> TypeGuard[DTensor]:
 
 def local(t: Tensor) -> Tensor:
     """Return the part of a tensor that this process holds, in the same memory: all of it if it is no DTensor."""
-    return t._local_tensor if is_sharded(t) else t  # to_local() is another object than before for a parameter
+    return t._local_tensor if is_sharded(t) else t  # to_local() of a parameter returns an object of its own
+
+
+def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the parts of tensors that this process holds."""
+    tensors = list(tensors)
+    return [local(t) for t in tensors] if any_sharded(tensors) else tensors
 
 
 def aligned(grad: Tensor, p: Tensor) -> Tensor:

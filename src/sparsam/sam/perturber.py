@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 from sparsam.ascents import Ascent, Memory
 from sparsam.distributed.norm import sharded_norm
 from sparsam.distributed.replicas import Replicas
-from sparsam.distributed.shards import aligned, any_sharded, local
+from sparsam.distributed.shards import aligned, any_sharded, local, local_parts
 from sparsam.masks.base import Mask
 from sparsam.passes import Passes
 from sparsam.perturbation import Saved, gradient_norm, perturb, restore
 from sparsam.sam.checks import check_gradients, check_model, check_scale
 from sparsam.sam.mask_state import MaskState
-from sparsam.selection import Selection, copied, local_parts, settle
+from sparsam.selection import Selection, copied, settle
 
 
 class Perturber:
@@ -102,7 +102,9 @@ class Perturber:
         w, d = [params[i] for i, _ in moving], [d for _, d in moving]
         m = [selection[i] for i, _ in moving]
         if sharded:  # the rest is done on what this process holds
-            whole, w, d, m = w, [local(p) for p in w], [local(t) for t in d], local_parts(m)
+            d = [local(aligned(t, p)) for t, p in zip(d, w, strict=True)]
+            m = [local(mask) if isinstance(mask, Tensor) else mask for mask in m]
+            whole, w = w, local_parts(w)
             norm = sharded_norm(whole, w, d, adaptive=self.adaptive)
         else:
             norm = gradient_norm(w, d, adaptive=self.adaptive)

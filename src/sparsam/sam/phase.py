@@ -8,7 +8,7 @@ from enum import Enum
 
 from torch import Tensor
 
-from sparsam.distributed.shards import local
+from sparsam.distributed.shards import local_parts
 from sparsam.errors import UserRuntimeError
 
 
@@ -40,12 +40,18 @@ class UsedGradients:
 
     def note(self, params: Iterable[Tensor]) -> None:
         """Remember the gradients as they are."""
-        self._versions = [(weakref.ref(p.grad), local(p.grad)._version) for p in params if p.grad is not None]
+        self._versions = [(weakref.ref(grad), version) for grad, version in _with_versions(params)]
 
     def any_new(self, params: Iterable[Tensor]) -> bool:
         """Tell whether there is a gradient that was not there, or was another."""
         versions = {id(grad()): version for grad, version in self._versions}
-        return any(p.grad is not None and versions.get(id(p.grad)) != local(p.grad)._version for p in params)
+        return any(versions.get(id(grad)) != version for grad, version in _with_versions(params))
 
     def __getstate__(self) -> dict[str, object]:
         return {"_versions": []}  # a copy has gradients of its own
+
+
+def _with_versions(params: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
+    """Return the gradients with their versions: FSDP adds to the local part of one, which counts its own."""
+    grads = [p.grad for p in params if p.grad is not None]
+    return [(grad, part._version) for grad, part in zip(grads, local_parts(grads), strict=True)]
