@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from ranks import in_ranks
-from replicas import POLICIES, SGD, STEPS, assert_same_weights, build, loss_of, network, share, train
+from replicas import CUT, POLICIES, SGD, STEPS, assert_same_weights, build, loss_of, network, share, train
 from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -63,6 +63,29 @@ def test_options_leave_the_weights_as_they_are(optional, name, policy):
         assert_same_weights(rank[name, policy, "global"], expected, 1e-10)
         if name != "static graph":
             assert_same_weights(rank[name, policy, "local"], rank["small buckets", policy, "local"], 1e-12)
+
+
+def train_inside(rank: int, size: int) -> dict:
+    """The mask holds what is inside of the DistributedDataParallel; a closure that runs that alone is found out."""
+    results = {}
+    for kind in ("global", "local"):
+        inside = network()
+        model = DistributedDataParallel(inside)
+        mask = SuffixMask(inside, CUT)
+        opt = SAM(model.parameters(), rho=0.3, mask=mask, model=model, perturbation=kind, **SGD)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            results[kind] = train(opt, model, rank, size).weights
+    opt = build("dense", DistributedDataParallel(network()), perturbation="local")
+    with pytest.raises(UserRuntimeError, match=r"`model` there, the DistributedDataParallel, to be what runs"):
+        train(opt, opt._replicas.ddp.module, rank, size)
+    return results
+
+
+def test_a_mask_may_hold_the_model_inside(optional):
+    for rank, results in enumerate(in_ranks(train_inside, 2)):
+        for kind in ("global", "local"):
+            assert_same_weights(results[kind], optional[rank]["small buckets", "suffix", kind], 1e-12)
 
 
 class Branches(nn.Module):

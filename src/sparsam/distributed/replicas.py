@@ -82,11 +82,11 @@ class Replicas:
         return self.ddp.no_sync() if self.local and self.ddp is not None else nullcontext()
 
     def check_first_pass(self) -> None:
-        """Refuse a first pass whose gradients were synchronised, where each replica is to perturb by its own."""
+        """Refuse a first pass that was not run in `no_sync`, where each replica is to perturb by its own gradient."""
         if self.local and self.ddp is not None and self.ddp.require_forward_param_sync:
             raise UserRuntimeError(
-                "perturbation='local' needs `with model.no_sync():` around forward and backward of the first pass, but "
-                "that pass synchronised its gradients; step(closure) does it by itself"
+                "perturbation='local' needs `with model.no_sync():` around forward and backward of the first pass, and "
+                "`model` there, the DistributedDataParallel, to be what runs; step(closure) does the first by itself"
             )
 
     def check_uneven(self, what: str) -> None:
