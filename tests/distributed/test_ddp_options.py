@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cases import ASCENTS, same
 from sparsam import SAM, MomentumAscent, SuffixMask
+from sparsam.distributed import groups
 from sparsam.errors import UserRuntimeError, UserTypeError, UserValueError
 
 pytestmark = [
@@ -63,6 +64,29 @@ def test_options_leave_the_weights_as_they_are(optional, name, policy):
         assert_same_weights(rank[name, policy, "global"], expected, 1e-10)
         if name != "static graph":
             assert_same_weights(rank[name, policy, "local"], rank["small buckets", policy, "local"], 1e-12)
+
+
+def average_mixed(rank: int) -> tuple[list[torch.Tensor], int]:
+    """Average tensors of several dtypes and layouts, in buckets of 64 bytes; count the messages."""
+    groups.BUCKET_BYTES, messages, all_reduce = 64, [], dist.all_reduce
+    dist.all_reduce = lambda t, *arguments, **options: messages.append(t) or all_reduce(t, *arguments, **options)
+    tensors = [
+        torch.arange(6.0, dtype=torch.float64).view(2, 3).t() * (rank + 1),  # 48 bytes
+        torch.full((4,), float(rank), dtype=torch.float64),  # 32: another bucket
+        torch.full((40,), 2.0 * rank),  # 160: one by itself
+        torch.empty(0),
+        torch.full((), 4.0 * rank, dtype=torch.bfloat16),
+    ]
+    groups.average(tensors, None)
+    return tensors, len(messages)
+
+
+def test_means_over_ranks():
+    for tensors, messages in in_ranks(average_mixed):
+        expected = [1.5 * torch.arange(6.0).view(2, 3).t(), torch.full((4,), 0.5), torch.ones(40)]
+        for t, wanted in zip(tensors, [*expected, torch.empty(0), torch.tensor(2.0)], strict=True):
+            assert torch.equal(t.float(), wanted)
+        assert messages == 4
 
 
 def train_inside(rank: int, size: int) -> dict:
