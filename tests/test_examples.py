@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CHANGED_LINES = {  # between a script and its twin with sparsam, indentation and blank lines aside
@@ -16,6 +17,7 @@ CHANGED_LINES = {  # between a script and its twin with sparsam, indentation and
     ("train_lightning.py", "train_lightning_sparsam.py"): 7,
     ("train_hf.py", "train_hf_sparsam.py"): 6,
     ("train_accelerate.py", "train_accelerate_sparsam.py"): 19,
+    ("train_ddp.py", "train_ddp_sparsam.py"): 9,
 }
 
 
@@ -59,3 +61,18 @@ def test_training_scripts_differ_in_a_handful_of_lines(one, other):
     changes = difflib.SequenceMatcher(a=plain, b=sparse, autojunk=False).get_opcodes()
     changed = sum(max(a2 - a1, b2 - b1) for kind, a1, a2, b1, b2 in changes if kind != "equal")
     assert 0 < changed <= CHANGED_LINES[one, other]
+
+
+# Seeds 0 to 4 give 98.8 to 99.4 % with each script.
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
+@pytest.mark.parametrize("script", ["train_ddp.py", "train_ddp_sparsam.py"])
+def test_distributed_script_learns_the_digits(script):
+    launcher = [sys.executable, "-W", "error", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+    done = subprocess.run(
+        [*launcher, str(EXAMPLES / script)], capture_output=True, text=True, timeout=200, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    (accuracy,) = re.findall(r"^test accuracy (\d+\.\d) %$", done.stdout, re.MULTILINE)  # of one rank
+    assert float(accuracy) >= 98.0

@@ -7,13 +7,14 @@ import warnings
 import pytest
 import torch
 from ranks import in_ranks
-from replicas import POLICIES, SGD, STEPS, assert_same_weights, build, loss_of, network, share, train
+from replicas import CUT, POLICIES, SGD, STEPS, assert_same_weights, build, loss_of, network, share, train
 from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cases import ASCENTS, same
 from sparsam import SAM, MomentumAscent, SuffixMask
+from sparsam.distributed import groups
 from sparsam.errors import UserRuntimeError, UserTypeError, UserValueError
 
 pytestmark = [
@@ -63,6 +64,52 @@ def test_options_leave_the_weights_as_they_are(optional, name, policy):
         assert_same_weights(rank[name, policy, "global"], expected, 1e-10)
         if name != "static graph":
             assert_same_weights(rank[name, policy, "local"], rank["small buckets", policy, "local"], 1e-12)
+
+
+def average_mixed(rank: int) -> tuple[list[torch.Tensor], int]:
+    """Average tensors of several dtypes and layouts, in buckets of 64 bytes; count the messages."""
+    groups.BUCKET_BYTES, messages, all_reduce = 64, [], dist.all_reduce
+    dist.all_reduce = lambda t, *arguments, **options: messages.append(t) or all_reduce(t, *arguments, **options)
+    tensors = [
+        torch.arange(6.0, dtype=torch.float64).view(2, 3).t() * (rank + 1),  # 48 bytes
+        torch.full((4,), float(rank), dtype=torch.float64),  # 32: another bucket
+        torch.full((40,), 2.0 * rank),  # 160: one by itself
+        torch.empty(0),
+        torch.full((), 4.0 * rank, dtype=torch.bfloat16),
+    ]
+    groups.average(tensors, None)
+    return tensors, len(messages)
+
+
+def test_means_over_ranks():
+    for tensors, messages in in_ranks(average_mixed):
+        expected = [1.5 * torch.arange(6.0).view(2, 3).t(), torch.full((4,), 0.5), torch.ones(40)]
+        for t, wanted in zip(tensors, [*expected, torch.empty(0), torch.tensor(2.0)], strict=True):
+            assert torch.equal(t.float(), wanted)
+        assert messages == 4
+
+
+def train_inside(rank: int, size: int) -> dict:
+    """The mask holds what is inside of the DistributedDataParallel; a closure that runs that alone is found out."""
+    results = {}
+    for kind in ("global", "local"):
+        inside = network()
+        model = DistributedDataParallel(inside)
+        mask = SuffixMask(inside, CUT)
+        opt = SAM(model.parameters(), rho=0.3, mask=mask, model=model, perturbation=kind, **SGD)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            results[kind] = train(opt, model, rank, size).weights
+    opt = build("dense", DistributedDataParallel(network()), perturbation="local")
+    with pytest.raises(UserRuntimeError, match=r"`model` there, the DistributedDataParallel, to be what runs"):
+        train(opt, opt._replicas.ddp.module, rank, size)
+    return results
+
+
+def test_a_mask_may_hold_the_model_inside(optional):
+    for rank, results in enumerate(in_ranks(train_inside, 2)):
+        for kind in ("global", "local"):
+            assert_same_weights(results[kind], optional[rank]["small buckets", "suffix", kind], 1e-12)
 
 
 class Branches(nn.Module):

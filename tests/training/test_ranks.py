@@ -22,7 +22,7 @@ from sparsam.errors import UserValueError
 from sparsam.runs.checkpoint import load_checkpoint
 from sparsam.runs.directory import RunDirectory
 from sparsam.training import load_recipe, train, trainer
-from sparsam.training.ranks import Ranks, joined
+from sparsam.training.ranks import Ranks, joined, own_device
 
 available = pytest.mark.skipif(not dist.is_available(), reason="torch is built without torch.distributed")
 
@@ -51,11 +51,23 @@ def test_a_batch_must_be_divisible():
 
 
 def test_without_torchrun_a_process_is_alone():
-    with joined(CPU) as device:
+    with joined(lambda: CPU) as device:
         assert device is CPU
         assert Ranks().size == 1
         assert Ranks().first
         assert Ranks().agree(True)
+
+
+def test_each_process_has_a_gpu_of_its_own(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1000")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1001")
+    assert own_device(CPU) is CPU
+    with pytest.raises(UserValueError, match=r"^--device must be cpu or cuda under torchrun, .*, but is cuda:1$"):
+        own_device(torch.device("cuda", 1))
+    with pytest.raises(
+        UserValueError, match=r"^--nproc-per-node must be at most the number of GPUs, \d+, but is 1001; "
+    ):
+        own_device(torch.device("cuda"))
 
 
 # ------------------------------------------------------------------------------------------- against one process

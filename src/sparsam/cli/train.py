@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,7 +45,7 @@ def train(
     """
     from sparsam.training.ranks import joined
 
-    with joined(find_device(device)) as own_device:
+    with joined(partial(find_device, device)) as own_device:
         _train(recipe, settings, model, max_steps, output, resume, own_device)
 
 

@@ -62,14 +62,19 @@ def average(tensors: Sequence[Tensor], group: Any | None) -> None:
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield tensors of one device and dtype together, up to a size."""
-    open_buckets: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for t in tensors:
-        bucket = open_buckets.setdefault((t.device, t.dtype), [])
-        if bucket and sum(b.nbytes for b in bucket) + t.nbytes > BUCKET_BYTES:
-            yield bucket[:]
-            bucket.clear()
-        bucket.append(t)
-    yield from (bucket for bucket in open_buckets.values() if bucket)
+        if t.numel():
+            alike.setdefault((t.device, t.dtype), []).append(t)
+    for group in alike.values():
+        bucket, size = [group[0]], group[0].nbytes
+        for t in group[1:]:
+            size += t.nbytes
+            if size > BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], t.nbytes
+            bucket.append(t)
+        yield bucket
 
 
 _selecting: ContextVar[tuple[Any] | None] = ContextVar("_selecting", default=None)

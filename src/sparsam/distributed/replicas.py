@@ -46,6 +46,7 @@ class Replicas:
         check_group(group)
         self.ddp = next((ddp for model in models if (ddp := find_ddp(model)) is not None), None)
         self.local, self._group = perturbation == "local", group
+        self._shared: frozenset[Tensor] | None = None  # the parameters whose gradients are averaged
         if self.local and self.ddp is None:
             raise UserTypeError(
                 "model must be the DistributedDataParallel that the closure runs with perturbation='local', whose "
@@ -65,13 +66,13 @@ class Replicas:
     def __deepcopy__(self, memo: dict[int, Any]) -> Replicas:
         copy = object.__new__(type(self))
         copy.ddp, copy.local = deepcopy(self.ddp, memo), self.local
-        copy._group = self._group  # processes cannot be copied
+        copy._group, copy._shared = self._group, None  # processes cannot be copied
         return copy
 
     def __getstate__(self) -> dict[str, Any]:
         if self._group is not None:
             raise UserRuntimeError("an optimizer with process_group= cannot be pickled; save its state_dict()")
-        return self.__dict__.copy()
+        return {**self.__dict__, "_shared": None}
 
     def settings(self) -> dict[str, Any]:
         """Return what a resumed run must have in common with the saved one; nothing where that is the default."""
@@ -82,11 +83,11 @@ class Replicas:
         return self.ddp.no_sync() if self.local and self.ddp is not None else nullcontext()
 
     def check_first_pass(self) -> None:
-        """Refuse a first pass whose gradients were synchronised, where each replica is to perturb by its own."""
+        """Refuse a first pass that was not run in `no_sync`, where each replica is to perturb by its own gradient."""
         if self.local and self.ddp is not None and self.ddp.require_forward_param_sync:
             raise UserRuntimeError(
-                "perturbation='local' needs `with model.no_sync():` around forward and backward of the first pass, but "
-                "that pass synchronised its gradients; step(closure) does it by itself"
+                "perturbation='local' needs `with model.no_sync():` around forward and backward of the first pass, and "
+                "`model` there, the DistributedDataParallel, to be what runs; step(closure) does the first by itself"
             )
 
     def check_uneven(self, what: str) -> None:
@@ -106,8 +107,10 @@ class Replicas:
         if ddp is None or group_size(ddp.process_group) == 1:
             return
         self.check_uneven("perturbation='global' with a cut")
-        shared = {p for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore}
-        wanted = [p for p in params if p in shared and p.requires_grad]
+        if self._shared is None:  # once: walking a module takes time
+            named = ddp.module.named_parameters()
+            self._shared = frozenset(p for name, p in named if name not in ddp.parameters_to_ignore)
+        wanted = [p for p in params if p in self._shared and p.requires_grad]
         if ddp.find_unused_parameters and wanted:
             used = torch.tensor([p.grad is not None for p in wanted], dtype=torch.uint8, device=wanted[0].device)
             dist.all_reduce(used, dist.ReduceOp.MAX, group=ddp.process_group)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsam.distributed.groups import group_size
-from sparsam.distributed.replicas import Replicas
+from sparsam.distributed.replicas import Replicas, find_ddp
 from sparsam.errors import CaptureError
 from sparsam.passes import Closure, Passes
 from sparsam.replay.modules import parameters_before_by_order, unwrap
@@ -40,8 +40,8 @@ def passes_for(model: nn.Module | None, network: nn.Module | None, cut: str | No
     """Return how the passes of a step are run: in full where there is no cut. See :class:`ReplayedPasses`."""
     if network is None or cut is None:
         return Passes(network if model is None else model, replicas.first_pass)
-    if replicas.ddp is not None and unwrap(replicas.ddp) is unwrap(network):
-        network = replicas.ddp  # also where the mask was given what is inside
+    if replicas.ddp is not None and find_ddp(network) is None and unwrap(replicas.ddp) is unwrap(network):
+        network = replicas.ddp  # the mask was given what is inside
     return ReplayedPasses(network if model is None else model, network, cut, replicas)
 
 
@@ -66,7 +66,7 @@ class ReplayedPasses(Passes):
 
     def first(self, closure: Closure) -> Any:
         """Run and record the first pass; its gradient ends at the cut, where that is proven to be right."""
-        with self.replay.first_pass():
+        with self.replicas.first_pass(), self.replay.first_pass():
             loss = closure()
         self._is_alone = self.replay.exchanges_alone
         self.replay.learn(loss)

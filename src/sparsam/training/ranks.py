@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -120,20 +120,20 @@ def launched_processes() -> int:
 
 
 @contextmanager
-def joined(device: torch.device) -> Iterator[torch.device]:
+def joined(find_device: Callable[[], torch.device]) -> Iterator[torch.device]:
     """Join the other processes that torchrun has started; yield this one's device. Without torchrun, do nothing.
 
     After an error all processes end. The first that failed raises it, the others exit silently.
 
     Args:
-        device: A CPU, or a GPU without a number: each process takes that of its number on its machine.
+        find_device: Returns a CPU, or a GPU without a number: each process takes that of its number on its machine.
     """
     if launched_processes() == 1:
-        yield device
+        yield find_device()
         return
     store, rank, size = next(iter(dist.rendezvous("env://", timeout=WAIT)))  # type: ignore[attr-defined]
     try:
-        device = _own_device(device)
+        device = own_device(find_device())
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         with warnings.catch_warnings():
@@ -148,7 +148,8 @@ def joined(device: torch.device) -> Iterator[torch.device]:
         raise
 
 
-def _own_device(device: torch.device) -> torch.device:
+def own_device(device: torch.device) -> torch.device:
+    """Return the GPU of a process that torchrun has started, or the CPU."""
     if device.type == "cpu":
         return device
     own, here = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
