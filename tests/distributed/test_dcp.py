@@ -160,6 +160,30 @@ def test_an_ascent_that_remembers_must_say_what(tmp_path):
         load(model, opt, str(tmp_path))
 
 
+@pytest.mark.parametrize("case", ["dynamic-adamw", "last-steps", "dense"])
+def test_torchs_helpers_change_nothing(case):
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    model, opt = build(case)
+    rates = [group["lr"] for group in opt.param_groups]
+    before = [p.detach().clone() for p in model.parameters()]
+    state = get_optimizer_state_dict(model, opt)
+    with pytest.raises(
+        ValueError, match=r"^state_dict must come from SAM.*: save sparsam.SAMState\(model, optimizer\)"
+    ):
+        set_optimizer_state_dict(model, opt, state)
+    assert opt.steps == 0 and not opt.state and [group["lr"] for group in opt.param_groups] == rates
+    assert same(before, [p.detach() for p in model.parameters()])
+
+
+def test_a_first_step_without_learning_rate_counts():
+    model = network()
+    opt = optimizer(model, "last-steps", schedule=LastSteps(0.5, 8), lr=0.0)
+    closure(opt, model, *batch())()
+    opt.step()
+    assert opt.steps == 1
+
+
 def test_other_optimizers_are_refused():
     model = network()
     with pytest.raises(TypeError, match=r"^optimizer must be a sparsam.SAM, but is a SGD$"):

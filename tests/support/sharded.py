@@ -98,6 +98,7 @@ POLICIES: dict[str, Callable[[nn.Module], Options]] = {
     "fisher-exact": lambda m: {"mask": _fisher(m, "exact")},
     "norm": lambda m: {"mask": sparsam.NormMask(m)},
     "suffix": lambda m: {"mask": sparsam.SuffixMask(m, "up")},
+    "suffix-random": lambda m: {"mask": sparsam.SuffixMask(m, "head", inner=sparsam.RandomMask(0.5))},
     "suffix-dynamic": lambda m: {
         "mask": sparsam.SuffixMask(m, "up", inner=sparsam.DynamicMask(0.5, interval=2, total_steps=STEPS)),
     },
