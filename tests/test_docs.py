@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import in_ranks
+from sharded import whole
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -23,7 +24,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "resul
 WIDTH = 120
 README_LINES = 130
 BLOCKS = [
-    pytest.param(block, id=f"{page.name}-{i}")
+    pytest.param(block, id=f"{page.name}-{i}", marks=pytest.mark.slow if "dcp.save" in block else ())
     for page in PAGES
     for i, block in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE))
 ]
@@ -32,7 +33,7 @@ BLOCKS = [
 @pytest.mark.parametrize("block", BLOCKS)
 def test_block(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some write files
-    if "ddp_model" in block:  # a process group lives and dies with a process of its own
+    if "ddp_model" in block or "fully_shard" in block:  # a process group lives and dies with a process of its own
         in_ranks(run_distributed, block, str(tmp_path), world_size=1)
     else:
         run_block(block)
@@ -41,10 +42,10 @@ def test_block(block, tmp_path, monkeypatch):
 def run_distributed(rank: int, block: str, folder: str) -> None:
     """Run a block in a process group of one, which is enough to see that the names are right."""
     os.chdir(folder)
-    run_block(block, distributed=True)
+    run_block(block)
 
 
-def run_block(block: str, *, distributed: bool = False) -> None:
+def run_block(block: str) -> None:
     t = task(torch.float32, samples=256)
     model = t.model
     if '"layer' in block:
@@ -66,7 +67,7 @@ def run_block(block: str, *, distributed: bool = False) -> None:
         "device": "cpu",
         "path": Path("checkpoint.pt"),
     }
-    if distributed:
+    if "ddp_model" in block:
         names["ddp_model"] = nn.parallel.DistributedDataParallel(model)
 
     def closure():
@@ -81,7 +82,7 @@ def run_block(block: str, *, distributed: bool = False) -> None:
     if names["opt"] is not opt and not re.search(r"\bopt\.\w*step\(", block):
         names["opt"].step(closure)  # an optimizer that is only built on the page works too
     if names["opt"] is not opt or "step(" in block:
-        assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        assert any(not torch.equal(a, b) for a, b in zip(before, whole(model.parameters()), strict=True))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

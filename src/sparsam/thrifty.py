@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from sparsam.ascents import FriendlyAscent
 from sparsam.checks import check_module, check_number, check_rho, check_whole
+from sparsam.distributed.shards import any_sharded, gathering
 from sparsam.errors import UserValueError, warn
 from sparsam.masks import SuffixMask
 from sparsam.replay import CountedCut, Counts, count_costs
@@ -120,6 +121,11 @@ def thrifty(
     """
     check_module("model", model, optional=False)
     check_rho(rho)
+    if any_sharded(model.parameters()) or gathering(model.modules()):
+        raise UserValueError(
+            "model must not be sharded (fully_shard, tensor parallelism): both passes of its steps run in full, and "
+            "the budget would not be kept. Use SAM with LastSteps, of which a step costs two"
+        )
     counts = count_costs(model, example_inputs)
     choice = choose(counts, total_steps=total_steps, budget=budget, cut=cut, fraction=fraction)
     opt = ThriftySAM(

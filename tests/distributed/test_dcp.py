@@ -12,7 +12,7 @@ from torch import distributed as dist
 from torch import nn
 
 from cases import same
-from sparsam import SAM, Ascent, FriendlyAscent, RandomMask, SAMState, SuffixMask
+from sparsam import SAM, Ascent, FriendlyAscent, LastSteps, MomentumAscent, RandomMask, SAMState, SuffixMask
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch is built without torch.distributed"),
@@ -25,7 +25,7 @@ CASES = {
     "random-friendly": lambda m: {},
     "dense": lambda m: {"momentum": 0.0},
     "suffix": lambda m: {"mask": SuffixMask(m, "up", inner=RandomMask(0.5, interval=2)), "ascent": FriendlyAscent()},
-    "last-steps": lambda m: {},
+    "last-steps": lambda m: {"schedule": LastSteps(0.5, 3 * STEPS, before=MomentumAscent(0.3))},
 }
 
 
@@ -73,17 +73,28 @@ def go_on(rank: int, case: str, source: str | None, target: str | None, steps: i
     return {"weights": whole(model.parameters()), "loaded": loaded, "masks": whole(opt.masks()) if opt.steps else []}
 
 
+def all_go_on(rank: int, source: str | None, target: str) -> dict:
+    return {case: go_on(rank, case, source and f"{source}/{case}", f"{target}/{case}") for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def fewer(tmp_path_factory):
+    """What four processes leave, and the two that go on after them."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    four = in_ranks(all_go_on, None, f"{folder}/four", world_size=4)
+    return four, in_ranks(all_go_on, f"{folder}/four", f"{folder}/two"), folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_four_processes_then_two_then_one(case, tmp_path):
-    four = in_ranks(go_on, case, None, f"{tmp_path}/four", world_size=4)
-    two = in_ranks(go_on, case, f"{tmp_path}/four", f"{tmp_path}/two", world_size=2)
-    one = go_on(0, case, f"{tmp_path}/two", None)
+def test_four_processes_then_two_then_one(fewer, case):
+    four, two, folder = fewer
+    one = go_on(0, case, f"{folder}/two/{case}", None)
     whole_run = go_on(0, case, None, None, steps=3 * STEPS)
     assert apart(one["weights"], whole_run["weights"]) < 1e-12
     assert same(one["masks"], whole_run["masks"])
-    for before, after in ((four, two), (two, [one])):
-        assert all(same(before[0]["masks"], result["loaded"]) for result in after)
+    assert all(same(four[0][case]["masks"], result[case]["loaded"]) for result in two)
+    assert same(two[0][case]["masks"], one["loaded"])
 
 
 @pytest.mark.slow
@@ -147,6 +158,30 @@ def test_an_ascent_that_remembers_must_say_what(tmp_path):
         ValueError, match=r"^the checkpoint holds 'mean', which an ascent remembers of parameter 0, and "
     ):
         load(model, opt, str(tmp_path))
+
+
+@pytest.mark.parametrize("case", ["dynamic-adamw", "last-steps", "dense"])
+def test_torchs_helpers_change_nothing(case):
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    model, opt = build(case)
+    rates = [group["lr"] for group in opt.param_groups]
+    before = [p.detach().clone() for p in model.parameters()]
+    state = get_optimizer_state_dict(model, opt)
+    with pytest.raises(
+        ValueError, match=r"^state_dict must come from SAM.*: save sparsam.SAMState\(model, optimizer\)"
+    ):
+        set_optimizer_state_dict(model, opt, state)
+    assert opt.steps == 0 and not opt.state and [group["lr"] for group in opt.param_groups] == rates
+    assert same(before, [p.detach() for p in model.parameters()])
+
+
+def test_a_first_step_without_learning_rate_counts():
+    model = network()
+    opt = optimizer(model, "last-steps", schedule=LastSteps(0.5, 8), lr=0.0)
+    closure(opt, model, *batch())()
+    opt.step()
+    assert opt.steps == 1
 
 
 def test_other_optimizers_are_refused():

@@ -13,8 +13,9 @@ from torch import distributed as dist
 from torch.nn import functional as F
 
 from cases import same
-from sparsam import SAM, NMMask, RandomMask, diagonal_fisher
+from sparsam import SAM, CapturedStep, NMMask, RandomMask, diagonal_fisher, thrifty
 from sparsam.errors import UserError
+from sparsam.masks import SparseMask
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch is built without torch.distributed")
 QUICK = ["dense", "random", "topk-tied", "dynamic", "fisher", "suffix", "random-friendly"]
@@ -269,6 +270,13 @@ def message(function) -> str:
     return ""
 
 
+class Unaware(SparseMask):
+    """Scores weights that this process does not hold."""
+
+    def flat_scores(self, params, step, previous):
+        return torch.rand(sum(p.numel() for p in params))
+
+
 def refusals(x, y) -> dict[str, str]:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
     from torch.distributed.tensor import Shard
@@ -282,6 +290,7 @@ def refusals(x, y) -> dict[str, str]:
     def not_clearing():
         F.cross_entropy(model(x), y).backward()
 
+    unaware = optimizer(model, "random", mask=Unaware(0.5))
     nan = optimizer(model, "topk")
     nan.mask.scores = lambda params: [torch.full(p.shape, torch.nan) for p in params]
     return {
@@ -290,6 +299,9 @@ def refusals(x, y) -> dict[str, str]:
         "split": message(lambda: split.step(closure(split, by_inputs, x, y))),
         "nan": message(lambda: nan.step(closure(nan, model, x, y))),
         "helper": message(lambda: set_optimizer_state_dict(model, opt, state)),
+        "thrifty": message(lambda: thrifty(model, torch.optim.SGD, x, total_steps=9, lr=0.1)),
+        "captured": message(lambda: CapturedStep(opt, lambda: None)),
+        "all scores": message(lambda: unaware.step(closure(unaware, model, x, y))),
         "not cleared": message(lambda: (opt.zero_grad(), opt.step(not_clearing))),
     }
 
@@ -370,6 +382,9 @@ MESSAGES = {
     "split": "UserValueError: NMMask needs every 4 weights along the input dimension in one process, but parameter ",
     "nan": "UserValueError: scores[0] holds NaN",
     "helper": "UserValueError: state_dict must come from SAM.state_dict(), but has no entry 'sparsam'",
+    "thrifty": "UserValueError: model must not be sharded (fully_shard, tensor parallelism): both passes of its steps",
+    "captured": "UserRuntimeError: CapturedStep needs whole parameters, but some are sharded; call opt.step(closure)",
+    "all scores": "UserValueError: scores must be those of the ",
     "not cleared": "UserRuntimeError: the closure must clear the gradients",
 }
 

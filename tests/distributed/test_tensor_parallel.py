@@ -25,6 +25,7 @@ CHOSEN = [
     "topk-tied",
     "dynamic",
     "fisher",
+    "suffix-random",  # of a layer that is not in the plan
     "suffix-dynamic",
     "friendly",
     "momentum",

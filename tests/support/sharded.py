@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 import sparsam
 from sparsam import SAM
+from sparsam.selection import flatten
 
 STEPS = 6
 
@@ -61,6 +62,20 @@ def whole_scores(params: list[Tensor]) -> list[Tensor]:
     return [torch.arange(p.numel(), dtype=torch.float64).reshape(p.shape).sin() for p in params]
 
 
+class SmallWeightsMask(sparsam.masks.SparseMask):
+    """A mask as a user writes it, who thinks of one process."""
+
+    def flat_scores(self, params, step, previous):
+        return flatten(-p.detach().abs() for p in params)
+
+
+class PowerAscent(sparsam.Ascent):
+    """An ascent as a user writes it, who thinks of one process."""
+
+    def direction(self, params, grads, memory, base):
+        return [p.detach().abs() * g.sign() * g.abs().sqrt() for p, g in zip(params, grads, strict=True)]
+
+
 def _fisher(model: nn.Module, method: str) -> sparsam.Mask:
     data = TensorDataset(*batch())
     return sparsam.FisherMask(0.5, model, F.cross_entropy, data, samples=6, interval=2, method=method)
@@ -83,6 +98,7 @@ POLICIES: dict[str, Callable[[nn.Module], Options]] = {
     "fisher-exact": lambda m: {"mask": _fisher(m, "exact")},
     "norm": lambda m: {"mask": sparsam.NormMask(m)},
     "suffix": lambda m: {"mask": sparsam.SuffixMask(m, "up")},
+    "suffix-random": lambda m: {"mask": sparsam.SuffixMask(m, "head", inner=sparsam.RandomMask(0.5))},
     "suffix-dynamic": lambda m: {
         "mask": sparsam.SuffixMask(m, "up", inner=sparsam.DynamicMask(0.5, interval=2, total_steps=STEPS)),
     },
@@ -93,6 +109,7 @@ POLICIES: dict[str, Callable[[nn.Module], Options]] = {
     },
     "momentum": lambda m: {"ascent": sparsam.MomentumAscent()},
     "last-steps": lambda m: {"schedule": sparsam.LastSteps(0.5, STEPS, before=sparsam.MomentumAscent(0.3))},
+    "custom": lambda m: {"mask": SmallWeightsMask(0.5, interval=2), "ascent": PowerAscent()},
     "every-nth": lambda m: {"schedule": sparsam.EveryNth(2)},
     "adamw": lambda m: {"base_optimizer": torch.optim.AdamW, "lr": 0.01},
     "dynamic-adamw": lambda m: {**POLICIES["dynamic"](m), **POLICIES["adamw"](m)},

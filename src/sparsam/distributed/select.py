@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsam.distributed.shards import Holders, local, offsets
+from sparsam.errors import UserValueError
 
 Total = Callable[[Tensor], Tensor]
 """Adds a tensor up over all processes."""
@@ -29,6 +30,9 @@ def largest_sharded(scores: Tensor, k: int, params: Sequence[Tensor]) -> Tensor:
         k: How many, more than 0 and less than there are in all processes.
         params: The parameters, some of which are DTensors.
     """
+    here = sum(local(p).numel() for p in params)
+    if scores.numel() != here:
+        raise UserValueError(f"scores must be those of the {here} weights in this process, but are {scores.numel()}")
     holders = Holders(params)
     counted = torch.cat([torch.full((local(p).numel(),), holders.own(p), device=scores.device) for p in params])
     return select(scores, k, counted, lambda: flat_indices(params).to(scores.device), holders.total)

@@ -181,8 +181,7 @@ class SAM(Wrapper):
         """
         ascent = self._coming_ascent()
         if closure is None:
-            self._end_pass(ascent)
-            return self._base_step()
+            return None if self._phase is Phase.IDLE and self._is_a_trial() else self._end_pass(ascent)
         self._phase.refuse_inside_step("step(closure)")
         with torch.enable_grad():
             loss = self._two_passes(closure, ascent) if self.needs_second_pass else self._one_pass(closure, ascent)
@@ -210,7 +209,7 @@ class SAM(Wrapper):
             return self._closure_check.call(closure, self._params(), self._used_gradients)
 
     def _end_pass(self, ascent: Ascent | None) -> None:
-        """Go back to w for a base step; refuse one that the coming step does not allow."""
+        """Go back to w and take the base step; refuse one that the coming step does not allow."""
         if self._phase is Phase.IDLE and ascent is None:
             self._ascend(None, repeats=False)
         elif self._phase is Phase.IDLE and not self.needs_second_pass:
@@ -223,6 +222,7 @@ class SAM(Wrapper):
                 f"{self._phase.value}: SAM needs two gradients. Pass a closure, which calls no step(), or first_step()"
             )
         self._leave(Phase.READY)
+        self._base_step()
 
     @eager
     def first_step(self, zero_grad: bool = False, scale: float | Tensor | None = None) -> None:

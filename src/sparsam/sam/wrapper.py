@@ -113,6 +113,18 @@ class Wrapper(Optimizer):
     def _load_own_state(self, own: dict[str, Any]) -> None:
         """Load what :meth:`_check_state` returned."""
 
+    def _is_a_trial(self) -> bool:
+        """Tell whether `torch.distributed.checkpoint` takes a step, to see what state there is: it moves nothing.
+
+        Its helpers let a new optimizer step with gradients and learning rates of 0.
+        """
+        if self.state:
+            return False
+        rates = [group.get("lr") for group in self.param_groups]
+        on_host = all(not isinstance(lr, Tensor) or lr.device.type == "cpu" for lr in rates)  # as theirs are
+        grads = [p.grad for p in self._params() if p.grad is not None]
+        return on_host and all(lr == 0 for lr in rates) and not any(bool(grad.any()) for grad in grads)
+
     def _params_and_rhos(self) -> tuple[list[Tensor], list[float | Tensor]]:
         """Return every parameter, in the groups' order, and the checked rho of its group."""
         params: list[Tensor] = []
