@@ -23,7 +23,10 @@ def objective_of(model):
 COUNTS = {"resnet-small": 9, "resnet50": 53, "vgg11-bn": 8, "wrn-10-2": 4, "odd": 3, "twice": 1}
 
 
-@pytest.mark.parametrize("name", COUNTS)
+LARGE = ("resnet50", "vgg11-bn")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LARGE else n for n in COUNTS])
 def test_fused_losses_are_the_losses_wherever_the_weights_go(name):
     model = networks(name)
     objective = objective_of(model)

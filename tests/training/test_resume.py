@@ -36,8 +36,14 @@ def whole(tmp_path_factory):
 DEATHS = {"evaluate": (2, (1, 12)), "_step": (16, (1, 3))}
 
 
-@pytest.mark.parametrize("where", DEATHS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "where"),
+    [
+        pytest.param(method, where, marks=[pytest.mark.slow] if where == "evaluate" and method != "ssam-f" else [])
+        for method in METHODS
+        for where in DEATHS
+    ],
+)
 def test_dying_and_resuming_is_bit_exact(tmp_path, method, where, whole, monkeypatch):
     works, calls, (fatal, saved_at) = getattr(Trainer, where), [], DEATHS[where]
 
