@@ -26,8 +26,23 @@ from image_folders import (
 
 from sparsam.data.decoding import random_resized_crop, resize_and_crop
 from sparsam.data.image_files import ImageFolderError
-from sparsam.data.loaders import AUGMENT, ORDER
+from sparsam.data.loaders import AUGMENT, ORDER, Part
+from sparsam.errors import UserValueError
 from sparsam.selection import random_generator
+
+
+def test_parts_of_several_processes_make_up_the_whole(shared_root):
+    whole, parts = loader(shared_root, 4, seed=3), [loader(shared_root, 4, seed=3, part=Part(r, 2)) for r in range(2)]
+    for (x, y), *own in zip(whole.epoch(1, 1), *(part.epoch(1, 1) for part in parts), strict=True):
+        assert torch.equal(x, torch.cat([images for images, _ in own]))
+        assert torch.equal(y, torch.cat([labels for _, labels in own]))
+    test = torch.cat([x for x, _ in whole.evaluation()])
+    for rank, part in enumerate(parts):
+        assert torch.equal(torch.cat([x for x, _ in part.evaluation(3)]), test[rank::2])
+    with pytest.raises(
+        UserValueError, match=r"^data.batch_size must be a multiple of the number of processes, 3, but "
+    ):
+        loader(shared_root, 4, seed=3, part=Part(0, 3))
 
 
 def test_an_epoch_by_hand(shared_root):

@@ -143,7 +143,8 @@ def joined(find_device: Callable[[], torch.device]) -> Iterator[torch.device]:
         gc.collect()  # a DistributedDataParallel that is freed after its group can wait for itself
         dist.destroy_process_group()
     except BaseException:
-        if store.add(FAILED, 1) > 1:  # another process has failed before, and this one because of it or alike
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives a start
+        if store.add(f"{FAILED}/{start}", 1) > 1:  # another has failed before, and this one because of it or alike
             raise SystemExit(1) from None
         raise
 
