@@ -80,8 +80,8 @@ class SAM(Wrapper):
         ascent: Which way they are perturbed; None: along the gradient.
         schedule: Which steps perturb; None: every step.
         adaptive: Scale the perturbation by the size of the weights (ASAM).
-        model: The network, if running statistics of normalisation layers are to move once a step and
-            dropout is to draw the same numbers in both passes. Default: the mask's model, if it has one.
+        model: The network, if running statistics of normalisation layers are to move once a step and dropout is to draw
+            the same numbers in both passes. Sharded parameters need it. Default: the mask's model, if it has one.
         **base_arguments: Passed on to the base optimizer: `lr`, `momentum`, ...
 
     >>> w = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
