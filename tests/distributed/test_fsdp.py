@@ -184,17 +184,17 @@ def mean(loss: torch.Tensor) -> float:
 
 def traffic(x, y) -> dict[str, list]:
     results = {}
-    for policy in ("dense", "friendly", "random", "topk-tied"):
+    for policy in ("dense", "friendly", "random", "topk", "topk-tied"):
         model = shard(network())
         opt = optimizer(model, policy, mask=RandomMask(0.5)) if policy == "random" else optimizer(model, policy)
         opt.step(closure(opt, model, x, y))
         with Traffic() as sharp:
             opt.step(closure(opt, model, x, y))
         results[policy] = sharp.sent
-        if policy == "topk-tied":
+        if "topk" in policy:
             with Traffic() as sharp:
-                opt.step(closure(opt, model, x, y))  # makes a mask
-            results["a new mask"] = sharp.sent
+                opt.step(closure(opt, model, x, y))
+            results[f"{policy}, a new mask"] = sharp.sent
     model = shard(network())
     base = torch.optim.SGD(model.parameters(), lr=0.1)
     with Traffic() as plain:
@@ -371,20 +371,21 @@ def test_gathered_weights_are_gathered_again(inside):
 def test_a_step_sends_8_bytes_more_than_two_plain_passes(inside):
     for result in inside:
         plain = sorted(result["traffic"]["two plain passes"])
-        for policy in ("dense", "friendly", "random"):
+        for policy in ("dense", "friendly", "random", "topk"):
             more = sorted(result["traffic"][policy])
             more.remove(("allreduce_", 8))
             assert more == plain
 
 
-def test_a_new_mask_sends_counts_and_no_scores(inside):
+@pytest.mark.parametrize(("policy", "rounds"), [("topk", 8), ("topk-tied", 16)])
+def test_a_new_mask_sends_counts_and_no_scores(inside, policy, rounds):
     for result in inside:
-        sent = result["traffic"]["a new mask"]
+        sent = list(result["traffic"][f"{policy}, a new mask"])
         for operation in [*result["traffic"]["two plain passes"], ("allreduce_", 8)]:
             sent.remove(operation)
-        # Sixteen rounds of 256 counts: eight for the score, eight for the flat index of ties. Two sums over tensors.
+        # Rounds of 256 counts: eight for the score, eight for the flat index of ties. Two sums over tensors.
         tensors = len(list(network().parameters()))
-        assert sent == [("allreduce_", 8 * tensors), *[("allreduce_", 8 * 256)] * 16, ("allreduce_", 8 * tensors)]
+        assert sent == [("allreduce_", 8 * tensors), *[("allreduce_", 8 * 256)] * rounds, ("allreduce_", 8 * tensors)]
 
 
 def test_steps_in_low_precision(inside):

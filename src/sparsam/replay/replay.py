@@ -94,7 +94,8 @@ class Replay:
 
     def __getstate__(self) -> dict[str, Any]:
         # Identities of parameters and whatever a step left do not travel.
-        return {**self.__dict__, "recording": None, "_paths": {}, "_places": None, "_ahead": [], "_parameters": {}}
+        left = {"recording": None, "_paths": {}, "_places": None, "_ahead": [], "_parameters": {}, "_by_name": {}}
+        return {**self.__dict__, **left}
 
     @property
     def distributed(self) -> bool:
