@@ -94,7 +94,14 @@ class Replay:
 
     def __getstate__(self) -> dict[str, Any]:
         # Identities of parameters and whatever a step left do not travel.
-        left = {"recording": None, "_paths": {}, "_places": None, "_ahead": [], "_parameters": {}, "_by_name": {}}
+        left: dict[str, Any] = {
+            "recording": None,
+            "_paths": {},
+            "_places": None,
+            "_ahead": [],
+            "_parameters": {},
+            "_by_name": {},
+        }
         return {**self.__dict__, **left}
 
     @property
