@@ -116,6 +116,8 @@ def look_inside(rank: int) -> dict:
         "stale": stale_copies(x, y),
         "traffic": traffic(x, y),
         "low precision": low_precision(x, y),
+        "scaled": scaled(x, y),
+        "one bad number": one_bad_number(x, y, rank),
         "resumed": resume(x, y),
         "fisher": fisher(),
         "refused": refusals(x, y),
@@ -182,17 +184,17 @@ def mean(loss: torch.Tensor) -> float:
 
 def traffic(x, y) -> dict[str, list]:
     results = {}
-    for policy in ("dense", "friendly", "random", "topk-tied"):
+    for policy in ("dense", "friendly", "random", "topk", "topk-tied"):
         model = shard(network())
         opt = optimizer(model, policy, mask=RandomMask(0.5)) if policy == "random" else optimizer(model, policy)
         opt.step(closure(opt, model, x, y))
         with Traffic() as sharp:
             opt.step(closure(opt, model, x, y))
         results[policy] = sharp.sent
-        if policy == "topk-tied":
+        if "topk" in policy:
             with Traffic() as sharp:
-                opt.step(closure(opt, model, x, y))  # makes a mask
-            results["a new mask"] = sharp.sent
+                opt.step(closure(opt, model, x, y))
+            results[f"{policy}, a new mask"] = sharp.sent
     model = shard(network())
     base = torch.optim.SGD(model.parameters(), lr=0.1)
     with Traffic() as plain:
@@ -233,6 +235,34 @@ def low_precision(x, y) -> dict[str, float]:
         results[f"{name}, moved"] = apart(whole(model.parameters()), network(dtype).parameters())
         results[f"{name}, dtype"] = str(next(model.parameters()).grad.dtype)
     return results
+
+
+def scaled(x, y) -> float:
+    """Take F-SAM's steps with a scaled loss, and without."""
+    models = []
+    for scale in (None, torch.tensor(8.0)):
+        model = shard(network())
+        opt = optimizer(model, "random-friendly")
+        for _ in range(3):
+            opt.zero_grad()
+            (F.cross_entropy(model(x), y) * (1 if scale is None else scale)).backward()
+            opt.first_step(zero_grad=True, scale=scale)
+            F.cross_entropy(model(x), y).backward()
+            opt.second_step()
+        models.append(whole(model.parameters()))
+    return apart(*models)
+
+
+def one_bad_number(x, y, rank: int) -> list[bool]:
+    """Let one process have a gradient that is not finite, in a step that would update the mask."""
+    model = shard(network())
+    opt = train(model, "dynamic", x, y, steps=2)
+    masks, weights = whole(opt.masks()), local_weights(model)
+    closure(opt, model, x, y)()
+    if rank == 0:
+        model.stem.weight.grad.to_local()[0, 0] = torch.nan
+    opt.first_step()
+    return [same(masks, whole(opt.masks())), same(weights, local_weights(model))]
 
 
 def resume(x, y) -> tuple[bool, bool]:
@@ -295,6 +325,7 @@ def refusals(x, y) -> dict[str, str]:
     nan.mask.scores = lambda params: [torch.full(p.shape, torch.nan) for p in params]
     return {
         "no model": message(lambda: SAM(model.parameters(), torch.optim.SGD, lr=0.1)),
+        "half a model": message(lambda: SAM(model.parameters(), torch.optim.SGD, model=model.stem, lr=0.1)),
         "chunk": message(lambda: diagonal_fisher(model, F.cross_entropy, x, y, chunk_size=2)),
         "split": message(lambda: split.step(closure(split, by_inputs, x, y))),
         "nan": message(lambda: nan.step(closure(nan, model, x, y))),
@@ -340,20 +371,21 @@ def test_gathered_weights_are_gathered_again(inside):
 def test_a_step_sends_8_bytes_more_than_two_plain_passes(inside):
     for result in inside:
         plain = sorted(result["traffic"]["two plain passes"])
-        for policy in ("dense", "friendly", "random"):
+        for policy in ("dense", "friendly", "random", "topk"):
             more = sorted(result["traffic"][policy])
             more.remove(("allreduce_", 8))
             assert more == plain
 
 
-def test_a_new_mask_sends_counts_and_no_scores(inside):
+@pytest.mark.parametrize(("policy", "rounds"), [("topk", 8), ("topk-tied", 16)])
+def test_a_new_mask_sends_counts_and_no_scores(inside, policy, rounds):
     for result in inside:
-        sent = result["traffic"]["a new mask"]
+        sent = list(result["traffic"][f"{policy}, a new mask"])
         for operation in [*result["traffic"]["two plain passes"], ("allreduce_", 8)]:
             sent.remove(operation)
-        # Sixteen rounds of 256 counts: eight for the score, eight for the flat index of ties. Two sums over tensors.
+        # Rounds of 256 counts: eight for the score, eight for the flat index of ties. Two sums over tensors.
         tensors = len(list(network().parameters()))
-        assert sent == [("allreduce_", 8 * tensors), *[("allreduce_", 8 * 256)] * 16, ("allreduce_", 8 * tensors)]
+        assert sent == [("allreduce_", 8 * tensors), *[("allreduce_", 8 * 256)] * rounds, ("allreduce_", 8 * tensors)]
 
 
 def test_steps_in_low_precision(inside):
@@ -362,6 +394,14 @@ def test_steps_in_low_precision(inside):
         assert apart["policy"] < 1e-7 < 1e-3 < apart["policy, moved"]
         assert apart["bf16"] == 0 < 1e-3 < apart["bf16, moved"]
         assert (apart["policy, dtype"], apart["bf16, dtype"]) == ("torch.float32", "torch.bfloat16")
+
+
+def test_a_scaled_loss_gives_the_same_steps(inside):
+    assert all(result["scaled"] < 1e-12 for result in inside)
+
+
+def test_a_gradient_that_is_not_finite_in_one_process_moves_nothing_in_any(inside):
+    assert [result["one bad number"] for result in inside] == [[True, True]] * 2
 
 
 def test_a_sharded_run_resumes_bit_for_bit(inside):
@@ -378,6 +418,7 @@ def test_the_diagonal_fisher_is_that_of_one_process(inside):
 
 MESSAGES = {
     "no model": "UserTypeError: model must be given where parameters are sharded (DTensors), but is None",
+    "half a model": "UserValueError: model must hold all sharded parameters, but one of shape (8,) is not in it",
     "chunk": "UserValueError: chunk_size must be None for method='exact' where parameters are sharded (DTensors)",
     "split": "UserValueError: NMMask needs every 4 weights along the input dimension in one process, but parameter ",
     "nan": "UserValueError: scores[0] holds NaN",

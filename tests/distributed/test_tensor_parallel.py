@@ -31,7 +31,7 @@ CHOSEN = [
     "momentum",
     "adamw",
 ]
-LAYOUTS = ["tensor parallel", "sequence parallel", "FSDP + tensor parallel", "HSDP"]
+LAYOUTS = ["tensor parallel", "sequence parallel", "FSDP + tensor parallel", "FSDP beside tensor parallel", "HSDP"]
 
 
 def sharded_model(layout: str):
@@ -61,6 +61,8 @@ def sharded_model(layout: str):
         fully_shard(model.up, mesh=mesh["data"])
         fully_shard(model, mesh=mesh["data"])
         return model, (2, mesh.get_local_rank("data"))
+    if layout == "FSDP beside tensor parallel":  # meshes of which none holds the other
+        fully_shard(model.stem, mesh=mesh["data"])
     return model, (1, 0)
 
 

@@ -48,12 +48,13 @@ class Mask(Policy, ABC):
 
         Args:
             params: The parameters in the mask's scope that require a gradient, in the optimizer's order. Their `.grad`
-                is the gradient of the first pass, at w (None where there is none).
+                is the gradient of the first pass, at w (None where there is none). Sharded parameters are DTensors.
             step: How many optimizer steps were taken before this one.
             previous: What was selected before; None the first time.
 
         Returns:
-            For each parameter a bool tensor of its shape, or True or False for all of it.
+            For each parameter a bool tensor of its shape, or True or False for all of it. That of a DTensor may be a
+            DTensor, or whole and the same in every process.
         """
 
     def settings(self) -> dict[str, Setting]:

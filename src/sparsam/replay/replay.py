@@ -95,8 +95,8 @@ class Replay:
 
     def __getstate__(self) -> dict[str, Any]:
         # Identities of parameters and whatever a step left do not travel.
-        nothing = dict.fromkeys(("recording", "settled", "_places"))
-        return {**self.__dict__, **nothing, "_paths": {}, "_ahead": [], "_parameters": {}}
+        nothing: dict[str, Any] = dict.fromkeys(("recording", "settled", "_places"))
+        return {**self.__dict__, **nothing, "_paths": {}, "_ahead": [], "_parameters": {}, "_by_name": {}}
 
     @property
     def distributed(self) -> bool:

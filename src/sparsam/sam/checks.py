@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from sparsam.ascents import Ascent
 from sparsam.checks import check_number, check_rho, check_whole
-from sparsam.distributed.shards import any_sharded, is_sharded, local
+from sparsam.distributed.shards import gathering, is_sharded, local
 from sparsam.errors import UserRuntimeError, UserTypeError, UserValueError
 from sparsam.settings import Policy, differences
 
@@ -93,10 +93,22 @@ def check_base(base: Any) -> None:
 
 def check_model(model: nn.Module | None, base: Optimizer) -> None:
     """Refuse sharded parameters without their model."""
-    if model is None and any_sharded(p for group in base.param_groups for p in group["params"]):
+    sharded = [p for group in base.param_groups for p in group["params"] if is_sharded(p)]
+    if not sharded:
+        return
+    if model is None:
         raise UserTypeError(
             "model must be given where parameters are sharded (DTensors), but is None: weights that FSDP has gathered "
             "before they are perturbed must be gathered again, and only the model knows them. Pass model=model"
+        )
+    for module in gathering(model.modules()):
+        module.reshard()  # what was gathered stands in for the parameters
+    held = set(model.parameters())
+    missing = [p for p in sharded if p not in held]
+    if missing:
+        raise UserValueError(
+            f"model must hold all sharded parameters, but one of shape {tuple(missing[0].shape)} is not in it; "
+            f"pass the whole model"
         )
 
 

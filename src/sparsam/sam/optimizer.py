@@ -81,10 +81,10 @@ class SAM(Wrapper):
         ascent: Which way they are perturbed; None: along the gradient.
         schedule: Which steps perturb; None: every step.
         adaptive: Scale the perturbation by the size of the weights (ASAM).
-        model: The network, if running statistics of normalisation layers are to move once a step and
-            dropout is to draw the same numbers in both passes. Default: the mask's model, if it has one.
-        perturbation: Of several replicas: "global", by the mean gradient of all of them, or "local", each by its own,
-            without communication: `model` is the DistributedDataParallel (:class:`sparsam.distributed.Replicas`).
+        model: The network, if running statistics of normalisation layers are to move once a step and dropout is to draw
+            the same numbers in both passes. DTensors need it. Default: the mask's model, if it has one.
+        perturbation: "global": all replicas perturb by their mean gradient. "local": each by its own, without
+            communication; `model` or the mask must hold the DistributedDataParallel.
         process_group: The processes that share a mask. Default: those of the DistributedDataParallel, or all.
         **base_arguments: Passed on to the base optimizer: `lr`, `momentum`, ...
 
