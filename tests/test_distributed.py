@@ -9,9 +9,10 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
 
 from cases import ASCENTS, MASKS, SCHEDULES, Policy, optimizer, same, task
-from sparsam import SAM, RandomMask
+from sparsam import SAM, FisherMask, Mask, RandomMask
 from sparsam.errors import UserRuntimeError
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch is built without torch.distributed")
@@ -69,14 +70,22 @@ def test_the_two_kinds_of_perturbation_differ(ranks):
     assert not same(ranks[0][str(Policy()), True][0], ranks[0][str(Policy()), False][0])
 
 
-def train_one_each(rank: int, difference: float, width: int) -> tuple[str, bool]:
+def fisher_mask(model):
+    data = TensorDataset(torch.ones(4, 4), torch.zeros(4, dtype=torch.long))
+    return FisherMask(0.5, model, F.cross_entropy, data, samples=4)
+
+
+OF_ONE_MODEL = {"random": lambda model: RandomMask(0.5), "fisher": fisher_mask}
+
+
+def train_one_each(rank: int, difference: float, width: int, mask: str) -> tuple[str, bool]:
     """Each rank has a model of its own, which differs in values or in size; nothing synchronizes them."""
     torch.manual_seed(0)
     model = nn.Linear(4, 5 + width * rank)
     with torch.no_grad():
         model.weight += difference * rank
     before = [p.detach().clone() for p in model.parameters()]
-    opt = SAM(model.parameters(), torch.optim.SGD, mask=RandomMask(0.5), lr=0.1)
+    opt = SAM(model.parameters(), torch.optim.SGD, mask=OF_ONE_MODEL[mask](model), lr=0.1)
     try:
         opt.step(lambda: (opt.zero_grad(), model(torch.ones(2, 4)).square().sum().backward()))
     except UserRuntimeError as error:
@@ -87,7 +96,7 @@ def train_one_each(rank: int, difference: float, width: int) -> tuple[str, bool]
 @pytest.fixture(scope="module")
 def apart():
     """What ranks are told whose models differ by so much, and in so many weights."""
-    cases = [(0.01, 0), (0.0, 1), (1e-8, 0)]
+    cases = [(0.01, 0, "random"), (0.0, 1, "random"), (0.0, 1, "fisher"), (1e-8, 0, "random")]
     return dict(zip(cases, zip(*in_ranks(train_each, cases), strict=True), strict=True))
 
 
@@ -95,12 +104,45 @@ def train_each(rank: int, cases: list) -> list:
     return [train_one_each(rank, *case) for case in cases]
 
 
-@pytest.mark.parametrize(("difference", "width"), [(0.01, 0), (0.0, 1)])
-def test_ranks_that_train_different_models_are_refused(apart, difference, width):
-    for message, unchanged in apart[difference, width]:
+@pytest.mark.parametrize("case", [(0.01, 0, "random"), (0.0, 1, "random"), (0.0, 1, "fisher")])
+def test_ranks_that_train_different_models_are_refused(apart, case):
+    for message, unchanged in apart[case]:
         assert message.startswith("all ranks must train the same weights, because all use the mask of rank 0")
         assert unchanged
 
 
 def test_ranks_may_differ_in_the_last_bits(apart):
-    assert apart[1e-8, 0] == (("", False),) * 2
+    assert apart[1e-8, 0, "random"] == (("", False),) * 2
+
+
+class SteepestLayer(Mask):
+    """Perturbs the tensor with the largest gradient as a whole, which each replica would choose otherwise."""
+
+    def select(self, params, step, previous):
+        largest = max(range(len(params)), key=lambda i: float(params[i].grad.abs().max()))
+        return [i == largest for i in range(len(params))]
+
+
+def choose_whole_tensors(rank: int) -> list[list[bool]]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)))
+    opt = SAM(model.parameters(), mask=SteepestLayer(interval=1), perturbation="local", model=model, lr=0.1)
+    scale = torch.tensor([1e3, 1.0] if rank == 0 else [1.0, 1e3])
+    chosen = []
+    for _ in range(2):
+
+        def closure():
+            opt.zero_grad()
+            (
+                model.module[0].weight.sum() * scale[0]
+                + model.module[1].weight.sum() * scale[1]
+                + model(torch.ones(1, 2)).sum()
+            ).backward()
+
+        opt.step(closure)
+        chosen.append([bool(m.all()) for m in opt.masks()])
+    return chosen
+
+
+def test_whole_tensors_are_those_of_the_first_rank():
+    assert in_ranks(choose_whole_tensors) == [[[True, False]] * 2] * 2

@@ -70,7 +70,8 @@ def test_bytes_of_a_step(sent):
     sizes = {name: p.nbytes for name, p in model.named_parameters()}
     whole, weights = sum(sizes.values()), sum(p.numel() for p in model.parameters())
     suffix = sum(size for name, size in sizes.items() if int(name.split(".")[0]) >= int(CUT))
-    mask, check = weights, 5 * 8  # a byte for each weight; five numbers that tell whether all hold the same weights
+    # A byte for each weight and for each tensor; five numbers that tell whether all hold the same weights.
+    mask, check = weights + len(sizes), 5 * 8
     for rank in sent:
         assert rank["plain", ""] == [whole] * STEPS
         extra = {case: [n - whole for n in steps] for case, steps in rank.items()}

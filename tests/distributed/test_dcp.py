@@ -10,6 +10,7 @@ from ranks import in_ranks
 from sharded import apart, batch, closure, network, optimizer, whole
 from torch import distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from cases import same
 from sparsam import SAM, Ascent, FriendlyAscent, LastSteps, MomentumAscent, RandomMask, SAMState, SuffixMask
@@ -190,6 +191,22 @@ def test_other_optimizers_are_refused():
         SAMState(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(TypeError, match=r"^model must be a module, but is a NoneType"):
         SAMState(None, optimizer(model, "dense"))
+
+
+def save_local(rank: int) -> str:
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    opt = SAM(model.parameters(), ascent=FriendlyAscent(), perturbation="local", model=model, lr=0.1)
+    try:
+        SAMState(model, opt)
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_what_differs_between_ranks_is_refused():
+    for message in in_ranks(save_local):
+        assert message.startswith("optimizer must not have perturbation='local' with FriendlyAscent, which remembers")
 
 
 def test_ascents_without_memory_start_with_none():

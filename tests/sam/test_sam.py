@@ -213,6 +213,7 @@ def test_groups_can_be_added():
     opt.add_param_group({"params": [extra], "rho": 0.7})
     assert opt.param_groups[-1]["rho"] == 0.7
     assert opt.param_groups[-1]["lr"] == 0.05
+    opt.load_state_dict(opt.state_dict())  # also before the first step with the new one
     opt.step(t.closure(opt))
     total = sum(p.numel() for p in t.model.parameters()) + 5
     assert sum(int(m.sum()) for m in opt.masks()) == round((1 - 0.9) * total)

@@ -9,35 +9,38 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from sparsam.distributed.groups import group_size
-from sparsam.distributed.shards import any_sharded
 from sparsam.errors import UserRuntimeError
 from sparsam.selection import Selection, expand, flatten, unflatten
 
 TOLERANCE = 1e-6  # of the mean size of a weight: ranks may differ in the last bits, as different GPUs do
 
 
-def of_rank_zero(selection: Sequence[Tensor | bool], params: Sequence[Tensor], group: Any | None = None) -> Selection:
+PART = 2  # how a tensor is chosen: 0 not at all, 1 as a whole, 2 in part
+
+
+def broadcast_selection(selection: Sequence[Tensor | bool], params: Sequence[Tensor], group: Any | None) -> Selection:
     """Return the selection of the first rank of a process group (None: of all processes), on every rank of it.
 
-    Ranks differ in what a mask may look at: running statistics, a gradient that is not synchronised, the
-    last bits of any result. A process that is alone gets its selection back as it is. Ranks of the group that train
-    different models, as in an ensemble or in stages of a pipeline, have no mask in common: that is an error on all of
-    them.
+    Ranks differ in what a mask may look at: running statistics, a gradient that is not synchronised, the last bits of
+    any result.
     """
-    # Sharded parameters have one mask already, of which each rank holds a part.
-    # Whole tensors are chosen by what they are, which is the same on all ranks.
-    whole = not any(isinstance(m, Tensor) for m in selection)
-    if whole or any_sharded(params) or group_size(group) == 1:
-        return list(selection)
-    flat = flatten(expand(selection, params)).view(torch.uint8)
-    _check_same(params, flat.device, group)
-    dist.broadcast(flat, group=group, group_src=0)
-    return list(unflatten(flat.view(torch.bool), params))
+    kinds = torch.tensor([PART if isinstance(m, Tensor) else int(m) for m in selection], dtype=torch.uint8)
+    kinds = kinds.to(params[0].device)
+    dist.broadcast(kinds, group=group, group_src=0)
+    result: Selection = [bool(kind) for kind in kinds.tolist()]
+    in_part = [i for i, kind in enumerate(kinds.tolist()) if kind == PART]
+    if in_part:
+        own, like = [selection[i] for i in in_part], [params[i] for i in in_part]
+        flat = flatten(expand(own, like)).view(torch.uint8)
+        dist.broadcast(flat, group=group, group_src=0)
+        for i, m in zip(in_part, unflatten(flat.view(torch.bool), like), strict=True):
+            result[i] = m
+    return result
 
 
-def _check_same(params: Sequence[Tensor], device: torch.device, group: Any | None) -> None:
-    """Refuse ranks that hold different weights; all of them come to the same result."""
+def check_same_weights(params: Sequence[Tensor], group: Any | None) -> None:
+    """Refuse ranks that train different models, as in an ensemble or in stages of a pipeline: all of them do so."""
+    device = params[0].device
     double = torch.float64
     total = torch.stack([p.detach().sum(dtype=double).to(device) for p in params]).sum().nan_to_num()
     size = torch.stack([torch.linalg.vector_norm(p.detach(), 1, dtype=double).to(device) for p in params]).sum()

@@ -99,10 +99,7 @@ class Replicas:
             )
 
     def average_gradients(self, params: Iterable[Tensor]) -> None:
-        """Let the gradients be their means over all replicas, as DistributedDataParallel does in a whole pass.
-
-        A parameter that no replica has used keeps no gradient, where DistributedDataParallel finds such parameters.
-        """
+        """Let the gradients be their means over all replicas; where a replica has none, it counts as 0."""
         ddp = self.ddp
         if ddp is None or group_size(ddp.process_group) == 1:
             return
@@ -111,10 +108,6 @@ class Replicas:
             named = ddp.module.named_parameters()
             self._shared = frozenset(p for name, p in named if name not in ddp.parameters_to_ignore)
         wanted = [p for p in params if p in self._shared and p.requires_grad]
-        if ddp.find_unused_parameters and wanted:
-            used = torch.tensor([p.grad is not None for p in wanted], dtype=torch.uint8, device=wanted[0].device)
-            dist.all_reduce(used, dist.ReduceOp.MAX, group=ddp.process_group)
-            wanted = [p for p, is_used in zip(wanted, used.tolist(), strict=True) if is_used]
         for p in wanted:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)

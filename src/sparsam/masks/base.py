@@ -35,6 +35,8 @@ class Mask(Policy, ABC):
     """
 
     scope: Scope = Scope()
+    same_on_all_ranks: bool = False
+    """Whether the model alone decides, so that ranks of a distributed training have nothing to agree on."""
 
     def __init__(self, interval: int | None = None, seed: int = 0) -> None:
         check_interval(interval)

@@ -13,6 +13,8 @@ from sparsam.selection import Selection
 class DenseMask(Mask):
     """Perturbs every weight: plain SAM, and what `mask=None` means."""
 
+    same_on_all_ranks = True
+
     def __init__(self) -> None:
         super().__init__()
 

@@ -27,6 +27,8 @@ class NormMask(Mask):
         model: The network that is trained.
     """
 
+    same_on_all_ranks = True
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         check_module("model", model, optional=False)

@@ -48,6 +48,7 @@ class SuffixMask(Mask):
         self.inner = inner
         super().__init__(inner.interval if inner else None, inner.seed if inner else 0)
         self.scope = Scope(model, cut)
+        self.same_on_all_ranks = inner is None or inner.same_on_all_ranks
 
     @property
     def seed(self) -> int:

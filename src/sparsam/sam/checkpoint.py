@@ -44,6 +44,12 @@ class SAMState:
         if not isinstance(optimizer, SAM):
             raise UserTypeError(f"optimizer must be a sparsam.SAM, but is a {type(optimizer).__name__}")
         self.model, self.optimizer = model, optimizer
+        remembers = [ascent for ascent in self._ascents if type(ascent).start is not Ascent.start]
+        if optimizer._replicas.local and remembers:
+            raise UserTypeError(
+                f"optimizer must not have perturbation='local' with {type(remembers[0]).__name__}, which remembers "
+                f"other gradients on each rank, where a checkpoint has one; save opt.state_dict() of every rank instead"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors by name, and everything else as text."""

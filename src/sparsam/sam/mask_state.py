@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from sparsam.distributed.broadcast import of_rank_zero
+from sparsam.distributed.broadcast import broadcast_selection, check_same_weights
 from sparsam.distributed.groups import group_size, selecting_in
 from sparsam.distributed.replicas import Replicas
+from sparsam.distributed.shards import any_sharded
 from sparsam.masks.base import Mask
 from sparsam.randomness import fork_rng
 from sparsam.selection import Selection, copied, rewritten, settle
@@ -66,9 +67,15 @@ class MaskState:
         if self.mask.interval is not None and group_size(group) > 1:
             self.replicas.check_uneven("a mask with an interval")
         if subset:
+            # Sharded parameters have one mask already, of which each rank holds a part.
+            shared = not self.mask.same_on_all_ranks and group_size(group) > 1 and not any_sharded(subset)
+            if shared:
+                check_same_weights(subset, group)
             with fork_rng(p.device for p in subset), selecting_in(group):
                 chosen = self.mask.select(subset, step, before and [before.selection[i] for i in indices])
-            for i, m in zip(indices, settle(of_rank_zero(chosen, subset, group), subset), strict=True):
+            if shared:
+                chosen = broadcast_selection(chosen, subset, group)
+            for i, m in zip(indices, settle(chosen, subset), strict=True):
                 selection[i] = m
         self.made, self._before = Made(rewritten(self.made and self.made.selection, selection), step, eligible), before
 
@@ -78,9 +85,10 @@ class MaskState:
 
     def extend(self, count: int) -> None:
         """Make room for parameters that were added to the optimizer."""
-        new: Selection = [False] * count
+        new = [False] * count
         self.made, self._before = (
-            made and made._replace(selection=[*made.selection, *new]) for made in (self.made, self._before)
+            made and made._replace(selection=[*made.selection, *new], eligible=[*made.eligible, *new])
+            for made in (self.made, self._before)
         )
 
     def state(self, step: int) -> dict[str, Any]:

@@ -69,6 +69,11 @@ class Ranks:
             for buffer in model.buffers():
                 dist.broadcast(buffer, 0)
 
+    def wait(self) -> None:
+        """Wait for all processes."""
+        if self.size > 1:
+            dist.barrier()
+
     def agree(self, wish: bool) -> bool:
         """Tell whether any process had a wish when it called this the last time: the same answer for all.
 

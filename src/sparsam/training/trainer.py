@@ -165,6 +165,7 @@ class Trainer:
 
     def _save_and_stop(self) -> None:
         self.save(self.directory.last)
+        self.ranks.wait()  # else torchrun would end the first process, which may still be writing
         raise Interrupted(
             f"stopped in epoch {self.epoch + 1} after batch {self.batch}; "
             f"continue with: sparsam train --resume {self.directory.path}"
