@@ -54,4 +54,5 @@ def main():
 if __name__ == "__main__":
     dist.init_process_group("gloo")  # on GPUs: "nccl"
     main()
+    dist.barrier()  # all end together
     dist.destroy_process_group()

@@ -146,6 +146,7 @@ def joined(find_device: Callable[[], torch.device]) -> Iterator[torch.device]:
                 warnings.simplefilter("ignore")
             yield device
         gc.collect()  # a DistributedDataParallel that is freed after its group can wait for itself
+        dist.barrier()  # all end together: rank 0 may still be writing
         dist.destroy_process_group()
     except BaseException:
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives a start
