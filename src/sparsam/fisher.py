@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from sparsam.checks import check_choice, check_whole
-from sparsam.distributed.shards import aligned, any_sharded, gathering, local
+from sparsam.distributed.shards import aligned, any_sharded, check_same_everywhere, gathering, local
 from sparsam.errors import UserValueError
 from sparsam.passes import call_model, eval_mode, model_arguments
 
@@ -80,6 +80,8 @@ def diagonal_fisher(
             f"chunk_size must be None for method='exact' where parameters are sharded (DTensors), which vmap cannot "
             f"handle, but is {chunk_size}; method='signs' handles chunks"
         )
+    tensors = [t for t in tree_leaves((inputs, targets)) if isinstance(t, Tensor)]
+    check_same_everywhere(tensors, params, "inputs and targets")
     chunk = chunk_size or (SIGNS_CHUNK if method == "signs" else 1)
     signs = _random_signs(samples, generator).to(params[0].device) if method == "signs" else None
     losses = _Losses(loss_fn)

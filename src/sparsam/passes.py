@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from sparsam.distributed.shards import gathering
+from sparsam.distributed.shards import computes_on, gathering
 from sparsam.errors import warn
 from sparsam.perturbation import restore, save
 from sparsam.randomness import RngState, fork_rng, get_rng_state, set_rng_state
@@ -159,7 +159,7 @@ class Passes:
     def _look(self) -> None:
         """Find the model's modules, devices and buffers; once a step, because walking a model takes time."""
         self._modules = [] if self.model is None else modules_of(self.model)
-        self._devices = {p.device for p in parameters_in(self._modules)}
+        self._devices = {computes_on(p) for p in parameters_in(self._modules)}
         self._places = _places(module for module in self._modules if not _tracks(module))
         self._gathering = gathering(self._modules)
 

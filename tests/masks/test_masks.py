@@ -267,4 +267,4 @@ def test_the_contract_of_a_mask_is_small():
             return [True] * len(params)
 
     public = {name for name in dir(Everything(interval=3)) if not name.startswith("_")}
-    assert public == {"select", "settings", "interval", "seed", "scope"}
+    assert public == {"select", "settings", "interval", "seed", "scope", "same_on_all_ranks"}

@@ -7,6 +7,7 @@ DTensors is held by every process.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+
+from sparsam.errors import UserTypeError, UserValueError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -91,6 +94,12 @@ class Holders:
         self._mesh = max(meshes, key=lambda mesh: len(self._ranks[mesh]))
         everyone = self._ranks[self._mesh]
         contained = all(set(ranks) <= set(everyone) for ranks in self._ranks.values())
+        together = math.prod(map(len, self._ranks.values()))
+        if not contained and together != dist.get_world_size():
+            raise UserTypeError(
+                f"params must lie on one mesh, on parts of it, or on meshes that cross and hold all processes, but "
+                f"{len(meshes)} meshes hold {together} of {dist.get_world_size()}; place all parameters on one mesh"
+            )
         self._first = everyone[0] if contained else 0
         self._whole_world = not contained or len(everyone) == dist.get_world_size()
         self._owns: dict[Any, bool] = {}
@@ -131,6 +140,23 @@ def everywhere(flag: Tensor, params: Sequence[Tensor]) -> Tensor:
     if not any_sharded(params):
         return flag
     return Holders(params).total((~flag).long()) == 0
+
+
+def computes_on(p: Tensor) -> torch.device:
+    """Return the device that a parameter is used on, which is another than its own where FSDP offloads weights."""
+    kind = p.device_mesh.device_type if is_sharded(p) else p.device.type
+    return p.device if kind == p.device.type else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def check_same_everywhere(values: Sequence[Tensor], params: Sequence[Tensor], what: str) -> None:
+    """Refuse tensors that differ between the processes that hold sharded parameters; all of them do so."""
+    if not any_sharded(params):
+        return
+    holders, device = Holders(params), params[0].device
+    own = torch.stack([t.detach().double().sum().to(device) for t in values] or [torch.zeros((), device=device)])
+    mean = holders.total(own.clone()) / holders.total(torch.ones((), dtype=torch.float64, device=device))
+    if not bool(everywhere(torch.isclose(own, mean, rtol=1e-9, atol=1e-12, equal_nan=True).all(), params)):
+        raise UserValueError(f"{what} must be the same in all processes where parameters are sharded, but differ")
 
 
 def gathering(modules: Iterable[nn.Module]) -> list[Any]:

@@ -30,7 +30,7 @@ class FisherMask(SparseMask):
 
     Ranks that train one model together average their :math:`\hat F`. All draw the same indices. So ranks that hold the
     same data set get what one process gets. Ranks that hold parts of it get the Fisher information of all samples
-    drawn: :math:`N_F` on each rank.
+    drawn: :math:`N_F` on each rank. Where parameters are sharded, all ranks must hold the same data set.
 
     Args:
         sparsity: The share s of the weights that is not perturbed, in [0, 1].
