@@ -34,6 +34,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy  # 
 from test_lightning import sam  # noqa: E402
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard  # noqa: E402
 
+from sparsam.integrations.lightning import SAMMonitor  # noqa: E402
 from sparsam.integrations.passes import find_sam  # noqa: E402
 
 pytestmark = [
@@ -122,9 +123,10 @@ def two_dimensional() -> ModelParallelStrategy:
 def lightning_fsdp2(rank: int, policy: str, folder: str) -> dict[str, Any]:
     t = the_task()
     net = Sharded(t.model, lambda: sam(t.model, **POLICIES[policy](t.model)))
-    run = lightning(rank, net, t.dataset, two_dimensional())
+    run = lightning(rank, net, t.dataset, two_dimensional(), callbacks=[SAMMonitor()], log_every_n_steps=1)
     assert all(hasattr(p, "full_tensor") for p in t.model.parameters())
     result = {"weights": whole(t.model.parameters()), "masks": whole(net.opt.masks())}
+    result["share"] = run.callback_metrics["sparsam/share"].item()
     if policy == "random":
         run.save_checkpoint(f"{folder}/lightning")
         other = the_task()
@@ -327,6 +329,14 @@ def test_fsdp2_equals_one_process_on_the_joined_batch(ranks, joined, by, policy)
         got = results[by, policy]
         assert same(got["masks"], expected["masks"])
         torch.testing.assert_close(got["weights"], expected["weights"], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_monitor_logs_the_share_of_all_weights(ranks, policy):
+    for results in ranks:
+        got = results["Lightning", policy]
+        chosen, weights = sum(int(m.sum()) for m in got["masks"]), sum(m.numel() for m in got["masks"])
+        assert got["share"] == pytest.approx(chosen / weights, rel=1e-6)
 
 
 def test_weights_that_accelerate_loads_from_one_process(ranks, joined):

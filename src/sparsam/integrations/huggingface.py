@@ -25,7 +25,7 @@ need("accelerate", "the classes for the Hugging Face Trainer", extra="hf")
 class SAMTrainer(transformers.Trainer):  # type: ignore[misc,name-defined]
     """A Trainer whose optimizer is a :class:`sparsam.SAM` around the one that the arguments ask for.
 
-    Gradient accumulation, `max_grad_norm`, bf16, fp16 and DDP work as with other optimizers. So does
+    Gradient accumulation, `max_grad_norm`, bf16, fp16, DDP and FSDP2 work as with other optimizers. So does
     ``optimizers=(opt, None)``, where `opt` is a SAM of your own; `sam` is then to be left out.
 
     - With accumulation over k batches, the forward passes of all k run when the k-th comes. Until then the loss is
