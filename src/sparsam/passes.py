@@ -102,7 +102,7 @@ class Passes:
         A copy of w would otherwise be taken for one of w + eps.
         """
         torch.clear_autocast_cache()
-        for module in self._gathering:
+        for module in gathering(self._modules):  # asked anew: a model may be sharded after its optimizer was built
             module.reshard()
 
     def _rewind(self) -> None:
@@ -161,7 +161,6 @@ class Passes:
         self._modules = [] if self.model is None else modules_of(self.model)
         self._devices = {computes_on(p) for p in parameters_in(self._modules)}
         self._places = _places(module for module in self._modules if not _tracks(module))
-        self._gathering = gathering(self._modules)
 
 
 class Place(NamedTuple):

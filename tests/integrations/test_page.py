@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from plain_loops import as_launched, smooth_network
+from ranks import in_ranks
+from sharded import whole
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -45,11 +48,11 @@ def on_cpu(monkeypatch, tmp_path):
 
 
 def test_there_is_a_block_for_each():
-    words = ("SAMModule", "SAMTrainer", "step(closure)", "run_passes(opt")
-    assert [word in block for word, block in zip(words, BLOCKS, strict=True)] == [True] * 4
+    words = ("SAMModule", "SAMTrainer", "step(closure)", "run_passes(opt", "fully_shard(self.model", "fsdp_version=2")
+    assert [word in block for word, block in zip(words, BLOCKS, strict=True)] == [True] * 6
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=["lightning", "hf", "accelerate", "accelerate without a closure"])
+@pytest.mark.parametrize("block", BLOCKS[:4], ids=["lightning", "hf", "accelerate", "accelerate without a closure"])
 def test_block(block, on_cpu):
     t = task(torch.float32, samples=32)
     network, dataset = t.model, t.dataset
@@ -68,3 +71,31 @@ def test_block(block, on_cpu):
     before = [p.detach().clone() for p in t.model.parameters()]
     exec(compile(block, str(PAGE), "exec", dont_inherit=True), names)
     assert any(not torch.equal(a, b) for a, b in zip(before, t.model.parameters(), strict=True))
+
+
+def run_sharded(rank: int, block: str) -> tuple[list[str], bool]:
+    """Return of which type the parameters are afterwards, and whether they have moved."""
+    as_launched(rank)
+    model, t = smooth_network().float(), task(torch.float32, samples=32)
+    names = {
+        "torch": torch,
+        "SAM": SAM,
+        "model": model,
+        "loss_fn": F.cross_entropy,
+        "loader": DataLoader(t.dataset, batch_size=4),
+        "epochs": 1,
+        "processes": 2,
+    }
+    exec(compile(block, str(PAGE), "exec", dont_inherit=True), names)
+    after = list(model.parameters())
+    moved = any(not torch.equal(a, b) for a, b in zip(whole(after), smooth_network().float().parameters(), strict=True))
+    return [type(p).__name__ for p in after], moved
+
+
+def test_blocks_of_shards(on_cpu):
+    for kinds, moved in in_ranks(run_sharded, BLOCKS[4]):
+        assert moved
+        assert set(kinds) == {"DTensor"}
+    for kinds, moved in in_ranks(run_sharded, BLOCKS[5]):
+        assert not moved  # it only prepares, and Accelerate does not shard on a CPU
+        assert set(kinds) == {"Parameter"}

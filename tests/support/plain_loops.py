@@ -98,6 +98,47 @@ def scale_on_cpu(accelerator: Any) -> torch.amp.GradScaler:
     return accelerator.scaler
 
 
+def shard_on_cpu(accelerator: Any, plugin: Any) -> Any:
+    """Let Accelerate shard on the CPU, as it does on GPUs, where it does not ignore the plugin; call before `prepare`."""
+    from accelerate.state import DistributedType, PartialState
+
+    accelerator.state.fsdp_plugin = plugin
+    for state in accelerator.state, PartialState():  # the latter is copied into the former again and again
+        state.distributed_type = DistributedType.FSDP
+        state.device = torch.device("cpu")  # not cpu:1, which there is not
+    return accelerator
+
+
+def train_local(
+    model: nn.Module, shares: list[Dataset], *, rho: float, k: int, batch: int, epochs: int = 2, limit: float
+) -> None:
+    """Perturb each replica by the gradient of its own share of the data; step by the mean of the clipped gradients."""
+    params, base = list(model.parameters()), torch.optim.SGD(model.parameters(), **BASE)
+
+    def gradient(window: list[Any]) -> list[torch.Tensor]:
+        loss = sum(F.cross_entropy(model(x), y) for x, y in window) / len(window)
+        return list(torch.autograd.grad(loss, params))
+
+    for _ in range(epochs):
+        batches = [list(DataLoader(share, batch_size=batch)) for share in shares]
+        for start in range(0, len(batches[0]), k):
+            w, seconds = [p.detach().clone() for p in params], []
+            for own in batches:
+                g = gradient(own[start : start + k])
+                norm = sum(t.square().sum() for t in g).sqrt()
+                with torch.no_grad():
+                    for p, t in zip(params, g, strict=True):
+                        p += rho * t / norm
+                seconds.append(gradient(own[start : start + k]))
+                with torch.no_grad():
+                    for p, before in zip(params, w, strict=True):
+                        p.copy_(before)
+            for p, *of_replicas in zip(params, *seconds, strict=True):
+                p.grad = sum(of_replicas) / len(of_replicas)
+            nn.utils.clip_grad_norm_(params, limit)
+            base.step()
+
+
 def smooth_network() -> nn.Module:
     """Return a network without BatchNorm: the mean gradient of equal parts is that of the joined batch."""
     with torch.random.fork_rng():

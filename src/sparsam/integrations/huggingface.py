@@ -25,7 +25,7 @@ need("accelerate", "the classes for the Hugging Face Trainer", extra="hf")
 class SAMTrainer(transformers.Trainer):  # type: ignore[misc,name-defined]
     """A Trainer whose optimizer is a :class:`sparsam.SAM` around the one that the arguments ask for.
 
-    Gradient accumulation, `max_grad_norm`, bf16, fp16 and DDP work as with other optimizers. So does
+    Gradient accumulation, `max_grad_norm`, bf16, fp16, DDP and FSDP2 work as with other optimizers. So does
     ``optimizers=(opt, None)``, where `opt` is a SAM of your own; `sam` is then to be left out.
 
     - With accumulation over k batches, the forward passes of all k run when the k-th comes. Until then the loss is
@@ -35,8 +35,8 @@ class SAMTrainer(transformers.Trainer):  # type: ignore[misc,name-defined]
 
     Args:
         *arguments: Those of the Trainer.
-        sam: Arguments of :meth:`sparsam.SAM.wrap`: `rho`, `mask`, `ascent`, `schedule`, `adaptive`. `model` is the
-            Trainer's model.
+        sam: Arguments of :meth:`sparsam.SAM.wrap`: `rho`, `mask`, `ascent`, `schedule`, `adaptive` and
+            `perturbation`. `model` is the Trainer's model.
         **options: Those of the Trainer.
     """
 
@@ -52,7 +52,11 @@ class SAMTrainer(transformers.Trainer):  # type: ignore[misc,name-defined]
         """Wrap the optimizer that the Trainer makes."""
         optimizer = super().create_optimizer(*arguments, **options)
         if find_sam(optimizer) is None:
-            optimizer = self.optimizer = SAM.wrap(optimizer, **{"model": self.model, **self.sam_options})
+            model = self.model
+            if self.sam_options.get("perturbation") == "local":
+                # SAM must know the DistributedDataParallel. The Trainer makes one later, unless there is one already.
+                model = self.model_wrapped = self.accelerator.prepare_model(model)
+            optimizer = self.optimizer = SAM.wrap(optimizer, **{"model": model, **self.sam_options})
         return optimizer
 
     def get_batch_samples(self, *arguments: Any, **options: Any) -> Any:

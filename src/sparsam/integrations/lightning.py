@@ -25,8 +25,8 @@ call_hook = need("lightning.pytorch.trainer.call", "the classes for Lightning", 
 class SAMModule(lightning.LightningModule):  # type: ignore[misc,name-defined]
     """A LightningModule whose `configure_optimizers` may return a :class:`sparsam.SAM`.
 
-    `accumulate_grad_batches`, `gradient_clip_val`, `precision="bf16-mixed"`, `precision="16-mixed"` and
-    `strategy="ddp"` work as with other optimizers. An existing module becomes one by
+    `accumulate_grad_batches`, `gradient_clip_val`, `precision="bf16-mixed"`, `precision="16-mixed"`,
+    `strategy="ddp"` and `ModelParallelStrategy` work as with other optimizers. An existing module becomes one by
     ``class SAMNet(SAMModule, Net): pass``. With another optimizer nothing changes.
 
     - With accumulation over k batches, `training_step` is called for all k of them when the k-th comes, first at w,

@@ -27,7 +27,8 @@ def run_passes(opt: SAM, backward: Callable[[], Any], scale: Tensor | None = Non
     if not opt.needs_second_pass:
         with opt.perturbed():
             return backward()
-    result = backward()
+    with opt._replicas.first_pass():  # perturbation="local" does not synchronise it
+        result = backward()
     with opt.perturbed(scale=scale):
         opt.zero_grad()
         backward()

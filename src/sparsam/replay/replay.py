@@ -86,8 +86,7 @@ class Replay:
         self._parameters: dict[str, list[nn.Parameter]] = {}  # of modules before the cut
         self._equal_copies = False  # whether the closure makes its batch anew in each call, with the same values
         self._off: str | None = None  # why replay is not even tried
-        self._gathering = gathering(self.model.modules())
-        self._sharded = bool(self._gathering) or any_sharded(self.model.parameters())
+        self._sharded = False  # as the latest first pass found the model
         self._by_name: dict[str, nn.Parameter] = {}  # the parameters of a sharded model, between passes
         self._warned = False
         if self.distributed and self.wrapper.static_graph:
@@ -124,9 +123,12 @@ class Replay:
         if self._ahead and self._places and not proof:
             self._places = self._places._replace(before=self._ahead)
             self._ahead = []
-        for module in self._gathering:
+        modules = modules_of(self.model)
+        sharded = gathering(modules)
+        for module in sharded:
             module.reshard()  # what was gathered stands in for the parameters
-        params = parameters_in(modules_of(self.model))
+        params = parameters_in(modules)
+        self._sharded = bool(sharded) or any_sharded(params)
         devices = frozenset(p.device for p in params)
         modes = self.model.training, self._where().cut.training
         recording = Recording(self.cut, devices, (*(p.requires_grad for p in params), *modes))

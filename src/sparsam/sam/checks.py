@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.optim import Optimizer
 
 from sparsam.ascents import Ascent
@@ -91,11 +92,27 @@ def check_base(base: Any) -> None:
     check_groups(base)
 
 
-def check_model(model: nn.Module | None, base: Optimizer) -> None:
-    """Refuse sharded parameters without their model."""
-    sharded = [p for group in base.param_groups for p in group["params"] if is_sharded(p)]
+def check_sharding(model: nn.Module | None, params: Sequence[Tensor], *, were_whole: bool = False) -> None:
+    """Refuse pieces of FSDP1, sharded parameters without their model, and such as were whole in an earlier step.
+
+    Accelerate shards a model after its optimizer was built, and puts the new parameters into the groups.
+    """
+    if dist.is_available() and dist.is_initialized():
+        for i, p in enumerate(params):
+            if hasattr(p, "_fsdp_flattened"):
+                raise UserTypeError(
+                    f"params must be tensors or DTensors, but parameter {i} is a piece of FullyShardedDataParallel; "
+                    f"shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
+                )
+    sharded = [p for p in params if is_sharded(p)] if any_sharded(params) else []
     if not sharded:
         return
+    if were_whole:
+        raise UserRuntimeError(
+            "params must be sharded before the first step, but were sharded after one: masks, momentum and whatever "
+            "else was kept are of the whole parameters. Shard the model first, or call accelerator.prepare(), then "
+            "load the state"
+        )
     if model is None:
         raise UserTypeError(
             "model must be given where parameters are sharded (DTensors), but is None: weights that FSDP has gathered "
@@ -133,11 +150,6 @@ def check_groups(base: Optimizer) -> None:
         seen[p] = i
         if not p.is_floating_point():
             raise UserValueError(f"params must be real floating-point tensors, but parameter {i} is {p.dtype}")
-        if hasattr(p, "_fsdp_flattened"):
-            raise UserTypeError(
-                f"params must be tensors or DTensors, but parameter {i} is a piece of FullyShardedDataParallel; "
-                f"shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
-            )
         if is_sharded(p) and any(placement.is_partial() for placement in p.placements):
             raise UserTypeError(f"params must be sharded or replicated, but parameter {i} is placed as {p.placements}")
     _check_shared_storage(base)

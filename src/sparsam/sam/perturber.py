@@ -16,7 +16,7 @@ from sparsam.distributed.shards import aligned, any_sharded, local, local_parts
 from sparsam.masks.base import Mask
 from sparsam.passes import Passes
 from sparsam.perturbation import Saved, gradient_norm, perturb, restore
-from sparsam.sam.checks import check_gradients, check_model, check_scale
+from sparsam.sam.checks import check_gradients, check_scale, check_sharding
 from sparsam.sam.mask_state import MaskState
 from sparsam.selection import Selection, copied, settle
 
@@ -40,11 +40,12 @@ class Perturber:
         self.memories: list[Memory] = [{} for _ in ascents]
         self.moved: Selection | None = None  # what the latest step perturbed
         self.saved: list[Saved] = []
+        self._whole = False  # whether there is state of parameters that are not sharded
         self._remember: Callable[[], None] | None = None  # what the ascent keeps of this step, once it is taken
 
     def check(self, base: Optimizer) -> None:
         """Refuse base optimizers that an ascent cannot work with, and sharded parameters without their model."""
-        check_model(self.passes.model, base)
+        check_sharding(self.passes.model, [p for group in base.param_groups for p in group["params"]])
         for ascent in self.ascents:
             ascent.check(base)
 
@@ -67,8 +68,10 @@ class Perturber:
             step: How many steps were taken before this one.
             scale: What the gradients are too large by.
         """
+        check_sharding(self.passes.model, params, were_whole=self._whole)
         self._remember = None
         sharded = any_sharded(params)
+        self._whole = not sharded
         if sharded:
             self.passes.drop_copies()  # a mask finds the parameters in the model
         if ascent is None:
@@ -168,6 +171,7 @@ class Perturber:
         """Load what :meth:`state` returned."""
         self.mask.load(state["mask"], params)
         self.passes.load(state["passes"])
+        self._whole = state["steps"] > 0 and not any_sharded(params)
         self.moved = None if state["moved"] is None else settle(state["moved"], params)
         self.memories = [
             {p: kept for p, kept in zip(params, _copied_memory(memory, params), strict=True) if kept is not None}
