@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sparsam.ascents import Ascent
-from sparsam.distributed.shards import any_sharded
+from sparsam.distributed.shards import any_dtensor
 from sparsam.errors import CaptureError, UserRuntimeError
 from sparsam.sam import SAM
 from sparsam.selection import Selection
@@ -46,7 +46,7 @@ class CapturedStep:
     """
 
     def __init__(self, opt: Optimizer, closure: Callable[[], Tensor]) -> None:
-        if any_sharded(p for group in opt.param_groups for p in group["params"]):
+        if any_dtensor(p for group in opt.param_groups for p in group["params"]):
             raise UserRuntimeError("CapturedStep needs whole parameters, but some are sharded; call opt.step(closure)")
         if not torch.cuda.is_available():
             raise UserRuntimeError("CapturedStep needs a CUDA device, but there is none; call opt.step(closure)")

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from sparsam.checks import check_choice, check_whole
-from sparsam.distributed.shards import aligned, any_sharded, check_same_everywhere, gathering, local
+from sparsam.distributed.shards import aligned, any_dtensor, check_same_everywhere, fsdp_modules, local
 from sparsam.errors import UserValueError
 from sparsam.passes import call_model, eval_mode, model_arguments
 
@@ -69,13 +69,13 @@ def diagonal_fisher(
     if isinstance(model, DistributedDataParallel):
         model = model.module  # it would wait for gradients that are not summed up
     samples = _sample_count(inputs, targets)
-    for module in gathering(model.modules()):
+    for module in fsdp_modules(model.modules()):
         module.reshard()  # what was gathered stands in for the parameters
     params = [p for p in model.parameters() if p.requires_grad]
     if not params:
         raise UserValueError("model has no parameter that requires a gradient, so it has no Fisher information")
 
-    if any_sharded(params) and method == "exact" and chunk_size is not None:
+    if any_dtensor(params) and method == "exact" and chunk_size is not None:
         raise UserValueError(
             f"chunk_size must be None for method='exact' where parameters are sharded (DTensors), which vmap cannot "
             f"handle, but is {chunk_size}; method='signs' handles chunks"
@@ -171,7 +171,7 @@ def _each_gradient(model: nn.Module, loss_fn: Loss, x: Any, y: Any) -> list[Tens
 
 
 def _gradient(loss: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
-    if any_sharded(params):
+    if any_dtensor(params):
         return _gradient_by_backward(loss, params)
     return list(torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True))
 

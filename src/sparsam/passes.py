@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from sparsam.distributed.shards import computes_on, gathering
+from sparsam.distributed.shards import computes_on, fsdp_modules
 from sparsam.errors import warn
 from sparsam.perturbation import restore, save
 from sparsam.randomness import RngState, fork_rng, get_rng_state, set_rng_state
@@ -102,7 +102,7 @@ class Passes:
         A copy of w would otherwise be taken for one of w + eps.
         """
         torch.clear_autocast_cache()
-        for module in gathering(self._modules):  # asked anew: a model may be sharded after its optimizer was built
+        for module in fsdp_modules(self._modules):  # asked anew: a model may be sharded after its optimizer was built
             module.reshard()
 
     def _rewind(self) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsam.distributed.select import largest_sharded
-from sparsam.distributed.shards import any_sharded, is_sharded, local, part_of, totals
+from sparsam.distributed.shards import any_dtensor, is_dtensor, local, part_of, totals
 from sparsam.distributed.shards import like as sharded_like
 from sparsam.errors import UserValueError
 from sparsam.randomness import random_generator
@@ -44,7 +44,7 @@ def largest(scores: Tensor, k: int, params: Sequence[Tensor] = ()) -> Tensor:
     >>> largest(torch.tensor([3.0, 1.0, 3.0, 3.0]), 2)
     tensor([ True, False,  True, False])
     """
-    sharded = any_sharded(params)
+    sharded = any_dtensor(params)
     if k <= 0 or k >= (sum(p.numel() for p in params) if sharded else scores.numel()):
         return torch.full_like(scores, k > 0, dtype=torch.bool)
     if sharded:
@@ -149,7 +149,7 @@ def random_scores(params: Sequence[Tensor], *seed: int) -> Tensor:
     generator = random_generator(*seed, device=device)
     flat = torch.empty(sum(local(p).numel() for p in params), dtype=torch.float64, device=device)
     for piece, p in zip(torch.split(flat, [local(p).numel() for p in params]), params, strict=True):
-        if is_sharded(p):
+        if is_dtensor(p):
             whole = torch.rand(p.shape, dtype=flat.dtype, device=device, generator=generator)
             piece.copy_(part_of(whole, p).reshape(-1))
         else:

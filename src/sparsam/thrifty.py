@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from sparsam.ascents import FriendlyAscent
 from sparsam.checks import check_module, check_number, check_rho, check_whole
-from sparsam.distributed.shards import any_sharded, gathering
+from sparsam.distributed.shards import any_dtensor, fsdp_modules
 from sparsam.errors import UserValueError, warn
 from sparsam.masks import SuffixMask
 from sparsam.replay import CountedCut, Counts, count_costs
@@ -121,7 +121,7 @@ def thrifty(
     """
     check_module("model", model, optional=False)
     check_rho(rho)
-    if any_sharded(model.parameters()) or gathering(model.modules()):
+    if any_dtensor(model.parameters()) or fsdp_modules(model.modules()):
         raise UserValueError(
             "model must not be sharded (fully_shard, tensor parallelism): both passes of its steps run in full, and "
             "the budget would not be kept. Use SAM with LastSteps, of which a step costs two"

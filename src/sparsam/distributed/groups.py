@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from sparsam.distributed.shards import any_sharded
+from sparsam.distributed.shards import any_dtensor
 from sparsam.errors import UserTypeError, UserValueError
 
 BUCKET_BYTES = 25 * 2**20  # as much as DistributedDataParallel reduces at once
@@ -96,5 +96,5 @@ def average_scores(tensors: Sequence[Tensor]) -> None:
     Those of sharded parameters are the same on all ranks already.
     """
     selecting = _selecting.get()
-    if selecting is not None and not any_sharded(tensors):
+    if selecting is not None and not any_dtensor(tensors):
         average(tensors, selecting[0])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsam.distributed.shards import Holders, any_sharded
+from sparsam.distributed.shards import Holders, any_dtensor
 from sparsam.perturbation import accumulation_dtype, gradient_norm
 
 
@@ -21,7 +21,7 @@ def sharded_norm(
         weights, directions: Local parts of the parameters and of d.
         adaptive: :math:`\lVert\, |w| \odot d \,\rVert_2` instead.
     """
-    if not any_sharded(params):  # these are not, others are
+    if not any_dtensor(params):  # these are not, others are
         return gradient_norm(weights, directions, adaptive=adaptive)
     holders = Holders(params)
     own = [i for i, p in enumerate(params) if holders.own(p)]

@@ -23,38 +23,38 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-def any_sharded(tensors: Iterable[object]) -> bool:
+def any_dtensor(tensors: Iterable[object]) -> bool:
     """Tell whether one of the tensors is a DTensor. Costs next to nothing where no program has imported those."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(t, module.DTensor) for t in tensors)
 
 
-def is_sharded(t: object) -> TypeGuard[DTensor]:
+def is_dtensor(t: object) -> TypeGuard[DTensor]:
     """Tell whether a tensor is a DTensor."""
-    return any_sharded((t,))
+    return any_dtensor((t,))
 
 
 def local(t: Tensor) -> Tensor:
     """Return the part of a tensor that this process holds, in the same memory: all of it if it is no DTensor."""
-    return t._local_tensor if is_sharded(t) else t  # to_local() of a parameter returns an object of its own
+    return t._local_tensor if is_dtensor(t) else t  # to_local() of a parameter returns an object of its own
 
 
 def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return the parts of tensors that this process holds."""
     tensors = list(tensors)
-    return [local(t) for t in tensors] if any_sharded(tensors) else tensors
+    return [local(t) for t in tensors] if any_dtensor(tensors) else tensors
 
 
 def aligned(grad: Tensor, p: Tensor) -> Tensor:
     """Return a gradient laid out as its parameter is: tensor parallelism may leave sums that are still to be made."""
-    if is_sharded(grad) and is_sharded(p) and grad.placements != p.placements:
+    if is_dtensor(grad) and is_dtensor(p) and grad.placements != p.placements:
         return grad.redistribute(p.device_mesh, p.placements)
     return grad
 
 
 def like(part: Tensor, p: Tensor) -> Tensor:
     """Return a local part as a DTensor that is sharded as a parameter is; of a plain parameter the part itself."""
-    if not is_sharded(p):
+    if not is_dtensor(p):
         return part
     whole = torch.empty_like(p, dtype=part.dtype, requires_grad=False)
     local(whole).copy_(part)
@@ -63,9 +63,9 @@ def like(part: Tensor, p: Tensor) -> Tensor:
 
 def part_of(t: Tensor, p: Tensor) -> Tensor:
     """Return the local part of a tensor of a parameter's shape, which may be whole or sharded as the parameter is."""
-    if not is_sharded(p):
+    if not is_dtensor(p):
         return t
-    if is_sharded(t):
+    if is_dtensor(t):
         return local(aligned(t, p))
     for dim, (offset, size) in enumerate(zip(offsets(p), local(p).shape, strict=True)):
         t = t.narrow(dim, offset, size)
@@ -74,7 +74,7 @@ def part_of(t: Tensor, p: Tensor) -> Tensor:
 
 def offsets(p: Tensor) -> Sequence[int]:
     """Return where in the whole parameter the local part begins, in each dimension."""
-    if not is_sharded(p):
+    if not is_dtensor(p):
         return [0] * p.dim()
     (chunk,) = p.__create_chunk_list__()  # type: ignore[no-untyped-call]
     empty = not local(p).numel()  # then torch may place it beyond the end
@@ -89,7 +89,7 @@ class Holders:
     """
 
     def __init__(self, params: Iterable[Tensor]) -> None:
-        meshes: list[DeviceMesh] = list(dict.fromkeys(p.device_mesh for p in params if is_sharded(p)))
+        meshes: list[DeviceMesh] = list(dict.fromkeys(p.device_mesh for p in params if is_dtensor(p)))
         self._ranks = {mesh: mesh.mesh.flatten().tolist() for mesh in meshes}
         self._mesh = max(meshes, key=lambda mesh: len(self._ranks[mesh]))
         everyone = self._ranks[self._mesh]
@@ -106,7 +106,7 @@ class Holders:
 
     def own(self, p: Tensor) -> bool:
         """Tell whether this process is the owner of what it holds of a parameter."""
-        key = (p.device_mesh, p.placements) if is_sharded(p) else None
+        key = (p.device_mesh, p.placements) if is_dtensor(p) else None
         if key not in self._owns:
             self._owns[key] = self._is_first(*key) if key else dist.get_rank() == self._first
         return self._owns[key]
@@ -129,37 +129,37 @@ class Holders:
 
 def totals(values: Tensor, params: Sequence[Tensor]) -> Tensor:
     """Return a vector of numbers that were taken of local parts, one for each parameter, for whole parameters."""
-    if not any_sharded(params):
+    if not any_dtensor(params):
         return values
     holders = Holders(params)
     return holders.total(values * torch.tensor([holders.own(p) for p in params], device=values.device))
 
 
-def everywhere(flag: Tensor, params: Sequence[Tensor]) -> Tensor:
+def true_on_all_ranks(flag: Tensor, params: Sequence[Tensor]) -> Tensor:
     """Return whether a 0-d bool is true in all processes that hold the parameters."""
-    if not any_sharded(params):
+    if not any_dtensor(params):
         return flag
     return Holders(params).total((~flag).long()) == 0
 
 
 def computes_on(p: Tensor) -> torch.device:
     """Return the device that a parameter is used on, which is another than its own where FSDP offloads weights."""
-    kind = p.device_mesh.device_type if is_sharded(p) else p.device.type
+    kind = p.device_mesh.device_type if is_dtensor(p) else p.device.type
     return p.device if kind == p.device.type else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def check_same_everywhere(values: Sequence[Tensor], params: Sequence[Tensor], what: str) -> None:
     """Refuse tensors that differ between the processes that hold sharded parameters; all of them do so."""
-    if not any_sharded(params):
+    if not any_dtensor(params):
         return
     holders, device = Holders(params), params[0].device
     own = torch.stack([t.detach().double().sum().to(device) for t in values] or [torch.zeros((), device=device)])
     mean = holders.total(own.clone()) / holders.total(torch.ones((), dtype=torch.float64, device=device))
-    if not bool(everywhere(torch.isclose(own, mean, rtol=1e-9, atol=1e-12, equal_nan=True).all(), params)):
+    if not bool(true_on_all_ranks(torch.isclose(own, mean, rtol=1e-9, atol=1e-12, equal_nan=True).all(), params)):
         raise UserValueError(f"{what} must be the same in all processes where parameters are sharded, but differ")
 
 
-def gathering(modules: Iterable[nn.Module]) -> list[Any]:
+def fsdp_modules(modules: Iterable[nn.Module]) -> list[Any]:
     """Return the modules that FSDP2 gathers weights for."""
     module = sys.modules.get("torch.distributed.fsdp")
     return [] if module is None else [m for m in modules if isinstance(m, module.FSDPModule)]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsam.checks import check_choice, check_share, check_whole
-from sparsam.distributed.shards import aligned, everywhere
+from sparsam.distributed.shards import aligned, true_on_all_ranks
 from sparsam.masks.sparsity import SparseMask
 from sparsam.selection import flatten, largest, perturbed_count, random_scores
 from sparsam.settings import Setting
@@ -81,5 +81,5 @@ class DynamicMask(SparseMask):
         if order is None:
             order = chance(DROP)
         drop = largest(order.where(previous, -torch.inf), self.drop_count(total, step), params)
-        drop &= everywhere(torch.isfinite(g).all(), params)
+        drop &= true_on_all_ranks(torch.isfinite(g).all(), params)
         return chance(GROW).where(~previous, KEPT).where(~drop, DROPPED)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsam.checks import check_whole
-from sparsam.distributed.shards import any_sharded, like, local, offsets, totals
+from sparsam.distributed.shards import any_dtensor, like, local, offsets, totals
 from sparsam.errors import UserValueError
 from sparsam.masks.base import Mask
 from sparsam.masks.scores import ScoreFunction, ask, check_score_function
@@ -55,7 +55,7 @@ class NMMask(Mask):
 
     def _check_shards(self, params: Sequence[Tensor]) -> None:
         """Refuse groups of m that lie in several processes; all of them come to the same result."""
-        if not any_sharded(params):
+        if not any_dtensor(params):
             return
         split = totals(torch.tensor([self._splits(p) for p in params], device=params[0].device), params).tolist()
         if any(split):

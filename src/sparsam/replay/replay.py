@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsam.distributed.shards import any_sharded, gathering
+from sparsam.distributed.shards import any_dtensor, fsdp_modules
 from sparsam.errors import warn
 from sparsam.passes import is_compiled, modules_of, parameters_in
 from sparsam.replay.autograd_graph import is_parameter, node_of, reachable_nodes, tensors_in
@@ -124,11 +124,11 @@ class Replay:
             self._places = self._places._replace(before=self._ahead)
             self._ahead = []
         modules = modules_of(self.model)
-        sharded = gathering(modules)
+        sharded = fsdp_modules(modules)
         for module in sharded:
             module.reshard()  # what was gathered stands in for the parameters
         params = parameters_in(modules)
-        self._sharded = bool(sharded) or any_sharded(params)
+        self._sharded = bool(sharded) or any_dtensor(params)
         devices = frozenset(p.device for p in params)
         modes = self.model.training, self._where().cut.training
         recording = Recording(self.cut, devices, (*(p.requires_grad for p in params), *modes))

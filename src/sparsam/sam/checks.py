@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from sparsam.ascents import Ascent
 from sparsam.checks import check_number, check_rho, check_whole
-from sparsam.distributed.shards import gathering, is_sharded, local
+from sparsam.distributed.shards import any_dtensor, fsdp_modules, is_dtensor, local
 from sparsam.errors import UserRuntimeError, UserTypeError, UserValueError
 from sparsam.settings import Policy, differences
 
@@ -104,7 +104,7 @@ def check_sharding(model: nn.Module | None, params: Sequence[Tensor], *, were_wh
                     f"params must be tensors or DTensors, but parameter {i} is a piece of FullyShardedDataParallel; "
                     f"shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
                 )
-    sharded = [p for p in params if is_sharded(p)] if any_sharded(params) else []
+    sharded = [p for p in params if is_dtensor(p)] if any_dtensor(params) else []
     if not sharded:
         return
     if were_whole:
@@ -118,7 +118,7 @@ def check_sharding(model: nn.Module | None, params: Sequence[Tensor], *, were_wh
             "model must be given where parameters are sharded (DTensors), but is None: weights that FSDP has gathered "
             "before they are perturbed must be gathered again, and only the model knows them. Pass model=model"
         )
-    for module in gathering(model.modules()):
+    for module in fsdp_modules(model.modules()):
         module.reshard()  # what was gathered stands in for the parameters
     held = set(model.parameters())
     missing = [p for p in sharded if p not in held]
@@ -150,7 +150,7 @@ def check_groups(base: Optimizer) -> None:
         seen[p] = i
         if not p.is_floating_point():
             raise UserValueError(f"params must be real floating-point tensors, but parameter {i} is {p.dtype}")
-        if is_sharded(p) and any(placement.is_partial() for placement in p.placements):
+        if is_dtensor(p) and any(placement.is_partial() for placement in p.placements):
             raise UserTypeError(f"params must be sharded or replicated, but parameter {i} is placed as {p.placements}")
     _check_shared_storage(base)
 

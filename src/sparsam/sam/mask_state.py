@@ -9,7 +9,7 @@ from torch import Tensor
 from sparsam.distributed.broadcast import broadcast_selection, check_same_weights
 from sparsam.distributed.groups import group_size, selecting_in
 from sparsam.distributed.replicas import Replicas
-from sparsam.distributed.shards import any_sharded
+from sparsam.distributed.shards import any_dtensor
 from sparsam.masks.base import Mask
 from sparsam.randomness import fork_rng
 from sparsam.selection import Selection, copied, rewritten, settle
@@ -68,7 +68,7 @@ class MaskState:
             self.replicas.check_uneven("a mask with an interval")
         if subset:
             # Sharded parameters have one mask already, of which each rank holds a part.
-            shared = not self.mask.same_on_all_ranks and group_size(group) > 1 and not any_sharded(subset)
+            shared = not self.mask.same_on_all_ranks and group_size(group) > 1 and not any_dtensor(subset)
             if shared:
                 check_same_weights(subset, group)
             with fork_rng(p.device for p in subset), selecting_in(group):

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from sparsam.ascents import Ascent, Memory
 from sparsam.distributed.norm import sharded_norm
 from sparsam.distributed.replicas import Replicas
-from sparsam.distributed.shards import aligned, any_sharded, local, local_parts
+from sparsam.distributed.shards import aligned, any_dtensor, local, local_parts
 from sparsam.masks.base import Mask
 from sparsam.passes import Passes
 from sparsam.perturbation import Saved, gradient_norm, perturb, restore
@@ -70,7 +70,7 @@ class Perturber:
         """
         check_sharding(self.passes.model, params, were_whole=self._whole)
         self._remember = None
-        sharded = any_sharded(params)
+        sharded = any_dtensor(params)
         self._whole = not sharded
         if sharded:
             self.passes.drop_copies()  # a mask finds the parameters in the model
@@ -171,7 +171,7 @@ class Perturber:
         """Load what :meth:`state` returned."""
         self.mask.load(state["mask"], params)
         self.passes.load(state["passes"])
-        self._whole = state["steps"] > 0 and not any_sharded(params)
+        self._whole = state["steps"] > 0 and not any_dtensor(params)
         self.moved = None if state["moved"] is None else settle(state["moved"], params)
         self.memories = [
             {p: kept for p, kept in zip(params, _copied_memory(memory, params), strict=True) if kept is not None}
