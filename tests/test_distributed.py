@@ -144,5 +144,6 @@ def choose_whole_tensors(rank: int) -> list[list[bool]]:
     return chosen
 
 
+@pytest.mark.slow
 def test_whole_tensors_are_those_of_the_first_rank():
     assert in_ranks(choose_whole_tensors) == [[[True, False]] * 2] * 2

@@ -35,7 +35,9 @@ def run(script, *arguments, code=0):
 
 
 # Seeds 0 to 4 give 98.6 to 99.4 % with each script; chance gives 10 %.
-@pytest.mark.parametrize("script", ["train_plain.py", "train_sparsam.py", "thrifty.py"])
+@pytest.mark.parametrize(
+    "script", [pytest.param("train_plain.py", marks=pytest.mark.slow), "train_sparsam.py", "thrifty.py"]
+)
 def test_training_script_learns_the_digits(script):
     lines = run(script).splitlines()
     if script == "thrifty.py":
@@ -47,7 +49,8 @@ def test_training_script_learns_the_digits(script):
     assert accuracies[-1] == accuracies[-2] >= 98.0
 
 
-@pytest.mark.parametrize("script", ["train_sparsam.py", pytest.param("thrifty.py", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["train_sparsam.py", "thrifty.py"])
 def test_training_script_repeats_itself_for_a_seed(script):
     first, again = (run(script, "--epochs", "5", "--seed", "3") for _ in range(2))
     assert first == again

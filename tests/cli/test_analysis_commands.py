@@ -152,6 +152,7 @@ def test_nothing_is_measured_if_a_later_run_is_missing(run, tmp_path):
     assert not (other / "analysis").exists()
 
 
+@pytest.mark.slow
 def test_results_of_different_settings_do_not_stand_side_by_side(run, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(run, other)
@@ -196,6 +197,7 @@ def test_results_from_before_a_run_was_continued(run, tmp_path):
     assert "sharpness.json is not valid JSON: Expecting property name" in error
 
 
+@pytest.mark.slow
 def test_runs_of_one_name(run, tmp_path, monkeypatch):
     places = [tmp_path / name / "run [b]{x}" for name in ("one", "two")]
     for place in places:

@@ -95,6 +95,7 @@ def test_command_refuses(run, tmp_path):
     assert not list(tmp_path.glob("*.png"))
 
 
+@pytest.mark.slow
 def test_command_says_that_it_was_stopped(run, tmp_path):
     command = [sys.executable, "-m", "sparsam", "hessian", run, "--device", "cpu", "-o", tmp_path]
     heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # which a shell's background jobs do not

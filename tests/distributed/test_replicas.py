@@ -31,8 +31,11 @@ from reference import Reference, SuffixReference, fisher, local_step, suffix_mas
 from sparsam import SAM, FisherMask, FriendlyAscent, RandomMask, thrifty
 from sparsam.errors import UserRuntimeError, UserTypeError, UserValueError
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch is built without torch.distributed")
-SIZES = [2, pytest.param(4, marks=pytest.mark.slow)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not dist.is_available(), reason="torch is built without torch.distributed"),
+]
+SIZES = [2, 4]
 LOCAL = [policy for policy in POLICIES if policy != "momentum"]  # whose steps take one pass, which is synchronised
 
 

@@ -14,7 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsam import SAM, SuffixMask
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch is built without torch.distributed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not dist.is_available(), reason="torch is built without torch.distributed"),
+]
 STEPS = 4
 REASONS = {
     "static graph": r"DistributedDataParallel\(static_graph=True\) allows one way through the graph only",
