@@ -87,7 +87,7 @@ def test_kill_9_in_mid_epoch_and_resume_is_bit_exact(tmp_path, method, whole):
     assert_same_run(whole(method), run)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_signals_save_and_exit_cleanly(tmp_path, number):
     run = RunDirectory(tmp_path / "stopped")
     stopped = start_run("ssam-d", run.path, "train.epochs=8")
