@@ -81,7 +81,7 @@ def diagonal_fisher(
             f"handle, but is {chunk_size}; method='signs' handles chunks"
         )
     tensors = [t for t in tree_leaves((inputs, targets)) if isinstance(t, Tensor)]
-    check_same_everywhere(tensors, params, "inputs and targets")
+    check_same_everywhere(tensors, params, "inputs and targets (of FisherMask: the data set)")
     chunk = chunk_size or (SIGNS_CHUNK if method == "signs" else 1)
     signs = _random_signs(samples, generator).to(params[0].device) if method == "signs" else None
     losses = _Losses(loss_fn)

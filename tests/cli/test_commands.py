@@ -310,3 +310,10 @@ def test_image_folders_train_and_a_corrupt_image_is_named(tmp_path):
         "train", recipe, *arguments, "--set", "data.skip_corrupt=true", "-o", tmp_path / "skip", "--device", "cpu"
     )
     assert bad.name in done.stderr
+
+
+def test_other_commands_are_refused_under_torchrun(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = invoke("recipes", code=1)
+    assert done.stderr == "error: only `sparsam train` runs on several processes; start this one without torchrun\n"

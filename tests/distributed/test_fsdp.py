@@ -13,7 +13,7 @@ from torch import distributed as dist
 from torch.nn import functional as F
 
 from cases import same
-from sparsam import SAM, CapturedStep, NMMask, RandomMask, diagonal_fisher, thrifty
+from sparsam import SAM, CapturedStep, MomentumAscent, NMMask, RandomMask, diagonal_fisher, thrifty
 from sparsam.errors import UserError
 from sparsam.masks import SparseMask
 
@@ -320,6 +320,12 @@ def refusals(x, y) -> dict[str, str]:
     def not_clearing():
         F.cross_entropy(model(x), y).backward()
 
+    def too_late():
+        late = network()
+        own = SAM(late.parameters(), torch.optim.SGD, ascent=MomentumAscent(), model=late, lr=0.1, momentum=0.9)
+        shard(late)
+        own.step(closure(own, late, x, y))
+
     unaware = optimizer(model, "random", mask=Unaware(0.5))
     nan = optimizer(model, "topk")
     nan.mask.scores = lambda params: [torch.full(p.shape, torch.nan) for p in params]
@@ -327,6 +333,7 @@ def refusals(x, y) -> dict[str, str]:
         "no model": message(lambda: SAM(model.parameters(), torch.optim.SGD, lr=0.1)),
         "half a model": message(lambda: SAM(model.parameters(), torch.optim.SGD, model=model.stem, lr=0.1)),
         "chunk": message(lambda: diagonal_fisher(model, F.cross_entropy, x, y, chunk_size=2)),
+        "too late": message(too_late),
         "samples": message(lambda: diagonal_fisher(model, F.cross_entropy, x + dist.get_rank(), y)),
         "split": message(lambda: split.step(closure(split, by_inputs, x, y))),
         "nan": message(lambda: nan.step(closure(nan, model, x, y))),
@@ -421,7 +428,8 @@ MESSAGES = {
     "no model": "UserTypeError: model must be given where parameters are sharded (DTensors), but is None",
     "half a model": "UserValueError: model must hold all sharded parameters, but one of shape (8,) is not in it",
     "chunk": "UserValueError: chunk_size must be None for method='exact' where parameters are sharded (DTensors)",
-    "samples": "UserValueError: inputs and targets must be the same in all processes where parameters are sharded",
+    "too late": "UserRuntimeError: params must be those of the sharded model, but parameter 0 is not in it any more",
+    "samples": "UserValueError: inputs and targets (of FisherMask: the data set) must be the same in all processes where parameters are sharded",
     "split": "UserValueError: NMMask needs every 4 weights along the input dimension in one process, but parameter ",
     "nan": "UserValueError: scores[0] holds NaN",
     "helper": "UserValueError: state_dict must come from SAM.state_dict(), but has no entry 'sparsam'",

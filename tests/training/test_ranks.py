@@ -192,7 +192,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(whole, tmp_path, how):
     assert process.returncode != 0
     assert not run.finished, output
     if how.startswith("SIGTERM"):
-        assert output.count("continue with: sparsam train --resume") == 1
+        assert output.count("continue with: torchrun --nproc-per-node 2 -m sparsam train --resume") == 1
     output = finish(torchrun("--resume", run.path))
     assert run.finished, output
     assert_same_run(run, whole[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from typing import Annotated, TextIO
@@ -19,7 +20,7 @@ from sparsam.cli.recipes import recipes
 from sparsam.cli.report import report
 from sparsam.cli.reproduce import reproduce
 from sparsam.cli.train import train
-from sparsam.errors import UserError
+from sparsam.errors import UserError, UserRuntimeError
 from sparsam.training.interrupt import Interrupted
 
 IN_FULL = "the second pass is computed in full"  # how a warning of replay begins
@@ -56,11 +57,15 @@ def _show_warning(
 
 @app.callback()
 def options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Sparse SAM for PyTorch: train, compare and look at sharpness-aware minimization."""
+    several = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE") != "1"
+    if several and context.invoked_subcommand != "train":
+        raise UserRuntimeError("only `sparsam train` runs on several processes; start this one without torchrun")
 
 
 def run() -> None:

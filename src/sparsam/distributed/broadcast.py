@@ -51,5 +51,6 @@ def check_same_weights(params: Sequence[Tensor], group: Any | None) -> None:
     if most != -fewest or high + low > TOLERANCE * size_of_all:
         raise UserRuntimeError(
             "all ranks must train the same weights, because all use the mask of rank 0, but they hold different ones: "
-            "give each model a process_group= of its own, or perturb whole tensors (DenseMask, NormMask)"
+            "wrap the model in DistributedDataParallel. Models that are trained independently each need a "
+            "process_group= of their own, or a mask of whole tensors (DenseMask, NormMask)"
         )

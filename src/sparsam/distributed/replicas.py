@@ -50,8 +50,8 @@ class Replicas:
         if self.local and self.ddp is None:
             raise UserTypeError(
                 "model must be the DistributedDataParallel that the closure runs with perturbation='local', whose "
-                "first pass does not synchronise gradients, but none was given (in Lightning it is "
-                "self.trainer.strategy.model); pass model=ddp_model"
+                "first pass does not synchronise gradients, but there is none (in Lightning it is "
+                "self.trainer.strategy.model); pass model=ddp_model. Sharded parameters take 'global' only"
             )
         if self.local and self.ddp is not None and self.ddp.static_graph:
             raise UserValueError(

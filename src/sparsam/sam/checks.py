@@ -16,6 +16,7 @@ from sparsam.ascents import Ascent
 from sparsam.checks import check_number, check_rho, check_whole
 from sparsam.distributed.shards import any_dtensor, fsdp_modules, is_dtensor, local
 from sparsam.errors import UserRuntimeError, UserTypeError, UserValueError
+from sparsam.passes import modules_of
 from sparsam.settings import Policy, differences
 
 
@@ -104,6 +105,7 @@ def check_sharding(model: nn.Module | None, params: Sequence[Tensor], *, were_wh
                     f"params must be tensors or DTensors, but parameter {i} is a piece of FullyShardedDataParallel; "
                     f"shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
                 )
+        _check_in_model(model, params)
     sharded = [p for p in params if is_dtensor(p)] if any_dtensor(params) else []
     if not sharded:
         return
@@ -126,6 +128,22 @@ def check_sharding(model: nn.Module | None, params: Sequence[Tensor], *, were_wh
         raise UserValueError(
             f"model must hold all sharded parameters, but one of shape {tuple(missing[0].shape)} is not in it; "
             f"pass the whole model"
+        )
+
+
+def _check_in_model(model: nn.Module | None, params: Sequence[Tensor]) -> None:
+    """Refuse parameters that fully_shard has replaced in the model: they would never move."""
+    modules = [] if model is None else fsdp_modules(modules_of(model))
+    if model is None or not modules or all(map(is_dtensor, params)):
+        return
+    for module in modules:
+        module.reshard()  # what was gathered stands in for the parameters
+    held = set(model.parameters())
+    lost = next((i for i, p in enumerate(params) if p.requires_grad and p not in held), None)
+    if lost is not None:
+        raise UserRuntimeError(
+            f"params must be those of the sharded model, but parameter {lost} is not in it any more; call fully_shard "
+            f"before the optimizer is built"
         )
 
 

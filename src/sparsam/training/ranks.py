@@ -44,6 +44,11 @@ class Ranks:
         return self.rank == 0
 
     @property
+    def command(self) -> str:
+        """How these processes are started."""
+        return "sparsam" if self.size == 1 else f"torchrun --nproc-per-node {self.size} -m sparsam"
+
+    @property
     def part(self) -> Part:
         """What this process gets of a batch."""
         return Part(self.rank, self.size)

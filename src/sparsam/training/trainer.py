@@ -168,7 +168,7 @@ class Trainer:
         self.ranks.wait()  # else torchrun would end the first process, which may still be writing
         raise Interrupted(
             f"stopped in epoch {self.epoch + 1} after batch {self.batch}; "
-            f"continue with: sparsam train --resume {self.directory.path}"
+            f"continue with: {self.ranks.command} train --resume {self.directory.path}"
         )
 
     # --------------------------------------------------------------------------- the length of a run, schedules
