@@ -104,6 +104,8 @@ def train_each(rank: int, cases: list) -> list:
     return [train_one_each(rank, *case) for case in cases]
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [(0.01, 0, "random"), (0.0, 1, "random"), (0.0, 1, "fisher")])
 def test_ranks_that_train_different_models_are_refused(apart, case):
     for message, unchanged in apart[case]:

@@ -348,6 +348,7 @@ def ranks():
     return in_ranks(train_rank)
 
 
+@pytest.mark.slow
 @distributed
 @pytest.mark.parametrize("options", DDP_OPTIONS)
 def test_distributed_ranks_agree_and_average_the_second_gradient(ranks, options):
