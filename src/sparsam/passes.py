@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from sparsam.distributed.shards import computes_on, fsdp_modules
+from sparsam.distributed.shards import any_dtensor, computes_on, fsdp_modules
 from sparsam.errors import warn
 from sparsam.perturbation import restore, save
 from sparsam.randomness import RngState, fork_rng, get_rng_state, set_rng_state
@@ -159,7 +159,8 @@ class Passes:
     def _look(self) -> None:
         """Find the model's modules, devices and buffers; once a step, because walking a model takes time."""
         self._modules = [] if self.model is None else modules_of(self.model)
-        self._devices = {computes_on(p) for p in parameters_in(self._modules)}
+        params = parameters_in(self._modules)
+        self._devices = set(map(computes_on, params)) if any_dtensor(params) else {p.device for p in params}
         self._places = _places(module for module in self._modules if not _tracks(module))
 
 
