@@ -326,6 +326,19 @@ def refusals(x, y) -> dict[str, str]:
         shard(late)
         own.step(closure(own, late, x, y))
 
+    def beside():
+        """A weight of the loss, which no model holds."""
+        inside, scale = shard(network()), torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+        own = SAM([*inside.parameters(), scale], torch.optim.SGD, model=inside, lr=0.1, foreach=False)
+
+        def scaled():
+            own.zero_grad()
+            loss = F.cross_entropy(inside(x) * scale, y)
+            loss.backward()
+            return loss
+
+        own.step(scaled)
+
     unaware = optimizer(model, "random", mask=Unaware(0.5))
     nan = optimizer(model, "topk")
     nan.mask.scores = lambda params: [torch.full(p.shape, torch.nan) for p in params]
@@ -334,6 +347,7 @@ def refusals(x, y) -> dict[str, str]:
         "half a model": message(lambda: SAM(model.parameters(), torch.optim.SGD, model=model.stem, lr=0.1)),
         "chunk": message(lambda: diagonal_fisher(model, F.cross_entropy, x, y, chunk_size=2)),
         "too late": message(too_late),
+        "beside": message(beside),
         "samples": message(lambda: diagonal_fisher(model, F.cross_entropy, x + dist.get_rank(), y)),
         "split": message(lambda: split.step(closure(split, by_inputs, x, y))),
         "nan": message(lambda: nan.step(closure(nan, model, x, y))),
@@ -428,7 +442,7 @@ MESSAGES = {
     "no model": "UserTypeError: model must be given where parameters are sharded (DTensors), but is None",
     "half a model": "UserValueError: model must hold all sharded parameters, but one of shape (8,) is not in it",
     "chunk": "UserValueError: chunk_size must be None for method='exact' where parameters are sharded (DTensors)",
-    "too late": "UserRuntimeError: params must be those of the sharded model, but parameter 0 is not in it any more",
+    "too late": "UserRuntimeError: params must be those of the sharded model, but one of shape ",
     "samples": "UserValueError: inputs and targets (of FisherMask: the data set) must be the same in all processes where parameters are sharded",
     "split": "UserValueError: NMMask needs every 4 weights along the input dimension in one process, but parameter ",
     "nan": "UserValueError: scores[0] holds NaN",
@@ -444,6 +458,11 @@ MESSAGES = {
 def test_what_cannot_be_is_refused_on_every_rank(inside, what):
     for result in inside:
         assert result["refused"][what].startswith(MESSAGES[what])
+
+
+def test_parameters_beside_the_model_are_not_refused(inside):
+    for result in inside:
+        assert result["refused"]["beside"] == ""
 
 
 def test_fsdp1_is_refused(inside):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from typing import Annotated, TextIO
@@ -63,8 +62,9 @@ def options(
     ] = False,
 ) -> None:
     """Sparse SAM for PyTorch: train, compare and look at sharpness-aware minimization."""
-    several = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE") != "1"
-    if several and context.invoked_subcommand != "train":
+    from sparsam.training.ranks import launched_processes
+
+    if launched_processes() > 1 and context.invoked_subcommand != "train":
         raise UserRuntimeError("only `sparsam train` runs on several processes; start this one without torchrun")
 
 

@@ -105,11 +105,11 @@ def check_sharding(model: nn.Module | None, params: Sequence[Tensor], *, were_wh
                     f"params must be tensors or DTensors, but parameter {i} is a piece of FullyShardedDataParallel; "
                     f"shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
                 )
-        _check_in_model(model, params)
-    sharded = [p for p in params if is_dtensor(p)] if any_dtensor(params) else []
-    if not sharded:
+    sharded = any_dtensor(params)
+    modules = [] if model is None else fsdp_modules(modules_of(model))
+    if not sharded and not modules:
         return
-    if were_whole:
+    if sharded and were_whole:
         raise UserRuntimeError(
             "params must be sharded before the first step, but were sharded after one: masks, momentum and whatever "
             "else was kept are of the whole parameters. Shard the model first, or call accelerator.prepare(), then "
@@ -120,30 +120,25 @@ def check_sharding(model: nn.Module | None, params: Sequence[Tensor], *, were_wh
             "model must be given where parameters are sharded (DTensors), but is None: weights that FSDP has gathered "
             "before they are perturbed must be gathered again, and only the model knows them. Pass model=model"
         )
-    for module in fsdp_modules(model.modules()):
-        module.reshard()  # what was gathered stands in for the parameters
-    held = set(model.parameters())
-    missing = [p for p in sharded if p not in held]
-    if missing:
-        raise UserValueError(
-            f"model must hold all sharded parameters, but one of shape {tuple(missing[0].shape)} is not in it; "
-            f"pass the whole model"
-        )
-
-
-def _check_in_model(model: nn.Module | None, params: Sequence[Tensor]) -> None:
-    """Refuse parameters that fully_shard has replaced in the model: they would never move."""
-    modules = [] if model is None else fsdp_modules(modules_of(model))
-    if model is None or not modules or all(map(is_dtensor, params)):
-        return
     for module in modules:
         module.reshard()  # what was gathered stands in for the parameters
-    held = set(model.parameters())
-    lost = next((i for i, p in enumerate(params) if p.requires_grad and p not in held), None)
-    if lost is not None:
+    _check_in_model(list(model.parameters()), params)
+
+
+def _check_in_model(of_model: Sequence[Tensor], params: Sequence[Tensor]) -> None:
+    """Refuse parameters that are not those of the sharded model: which fully_shard has replaced never move."""
+    held, own = set(of_model), set(params)
+    lost = [p for p in params if p.requires_grad and p not in held]
+    sharded = next((p for p in lost if is_dtensor(p)), None)
+    if sharded is not None:
+        raise UserValueError(
+            f"model must hold all sharded parameters, but one of shape {tuple(sharded.shape)} is not in it; "
+            f"pass the whole model"
+        )
+    if lost and any(is_dtensor(p) and p.requires_grad and p not in own for p in of_model):
         raise UserRuntimeError(
-            f"params must be those of the sharded model, but parameter {lost} is not in it any more; call fully_shard "
-            f"before the optimizer is built"
+            f"params must be those of the sharded model, but one of shape {tuple(lost[0].shape)} is not in it any "
+            f"more; call fully_shard before the optimizer is built"
         )
 
 

@@ -72,8 +72,6 @@ class Perturber:
         self._remember = None
         sharded = any_dtensor(params)
         self._whole = not sharded
-        if sharded:
-            self.passes.drop_copies()  # a mask finds the parameters in the model
         if ascent is None:
             self.moved = [False] * len(params)
             return
