@@ -10,6 +10,7 @@ one is due, less a step with the mask that is there. Memory is the weights', the
 
 import argparse
 import contextlib
+import gc
 import json
 import statistics
 import sys
@@ -147,6 +148,8 @@ class Case:
 
 def measure(name, options, device):
     """Return what was found for one size."""
+    gc.collect()  # the size before this one
+    torch.compiler.reset()  # torch keeps few versions of a function
     cases = {}
     for method in METHODS:
         cases[method] = Case(method, SIZES[name], options, device)
@@ -249,8 +252,10 @@ def main():
         device = torch.device(options.device)
         keys = ("batch_size", "context", "precision", "compile", "rounds", "steps")
         result = {**machine(device), **{key: getattr(options, key) for key in keys}}
-        result["sizes"] = [measure(name, options, device) for name in options.sizes]
-        write(result, options.output)
+        result["sizes"] = []
+        for name in options.sizes:
+            result["sizes"].append(measure(name, options, device))
+            write(result, options.output)
     show(result)
     if options.plot:
         plot(result, options.plot)
