@@ -392,6 +392,30 @@ def test_a_new_path_is_not_proven_in_a_graph(way, because, captures):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
+def test_old_graphs_among_garbage_do_not_end_a_capture():
+    def captured_step():
+        t = cuda_task(dtype=torch.float32)
+        opt = optimizer(t)
+        step = CapturedStep(opt, t.closure(opt))
+        step.itself = step  # freed by Python's collector alone
+        for _ in range(4):
+            loss = step()
+        assert step._graphs
+        return loss.item()
+
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.disable()
+    try:
+        first = captured_step()
+        gc.set_threshold(1, 1, 1)
+        gc.enable()
+        assert captured_step() == pytest.approx(first, rel=1e-5)
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.enable()
+
+
 @pytest.mark.parametrize("ascent", [MomentumAscent(0.3), FriendlyAscent()])
 def test_what_is_loaded_is_what_a_captured_step_goes_on_with(ascent):
     t = cuda_task(dtype=torch.float32)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -115,7 +117,7 @@ class CapturedStep:
         grads = [p.grad for p in params]
         try:
             # On a stream of its own: graphs of one stream share cuBLAS' workspace, and another run's may run beside it.
-            with torch.cuda.graph(graph, pool=pool, stream=self._stream):
+            with _no_collection(), torch.cuda.graph(graph, pool=pool, stream=self._stream):
                 loss = self._step()
         except CaptureError:
             for p, grad in zip(params, grads, strict=True):
@@ -129,3 +131,15 @@ class CapturedStep:
         if sam:
             sam.steps = steps
         return _Graph(graph, loss, sam._perturber.moved if sam else None)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Let Python collect no garbage inside the block: an old graph that is freed then ends a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
