@@ -16,7 +16,6 @@ from sparsam.perturbation import restore, save
 from sparsam.randomness import RngState, fork_rng, get_rng_state, set_rng_state
 
 SMALL = 2**16  # buffers of so many numbers are always kept: they could move unseen, through .data
-STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
 Closure = Callable[[], Any]
 
@@ -38,7 +37,7 @@ class Passes:
     ) -> None:
         self.model, self.around_first = model, around_first
         self._buffers: list[SavedBuffers] = []
-        self._tracking: list[_BatchNorm] = []
+        self._stopped: list[_BatchNorm] = []  # which track no statistics in the second pass
         self._after_first: RngState = {}
         self._warned = False
         self._moved: set[tuple[nn.Module, str]] = set()  # buffers that the latest first pass has moved
@@ -84,7 +83,10 @@ class Passes:
 
     def start(self) -> None:
         """Note that the first pass starts here."""
-        self._before_first = self._rng_state()
+        self._start_from(self._rng_state())
+
+    def _start_from(self, random: RngState) -> None:
+        self._before_first = random
         self._versions = [(place, _version(place.buffer)) for place in self._places]
 
     def begin_second(self) -> None:
@@ -109,22 +111,19 @@ class Passes:
         set_rng_state(self._before_first)
 
     def _keep_buffers(self, modules: Iterable[nn.Module]) -> None:
-        modules = list(modules)
-        compiled = {part for module in modules if is_compiled(module) for part in module.modules()}
-        tracking = [module for module in modules if module not in compiled and _tracks(module)]
-        self._tracking += tracking
-        others = [place for place in _places(modules) if place.module not in set(tracking)]
+        modules = set(modules)
         self._buffers.append(
             SavedBuffers(
                 place
-                for place in others
-                if place.buffer.numel() <= SMALL
-                or (place.module, place.name) in self._moving
-                or (place.module in compiled and place.name in STATISTICS)
+                for place in self._places
+                if place.module in modules
+                and (place.buffer.numel() <= SMALL or (place.module, place.name) in self._moving)
             )
         )
-        for module in tracking:
-            module.track_running_stats = False  # cheaper than to save the statistics and put them back
+        for module in self._tracking:
+            if module in modules:
+                self._stopped.append(module)
+                module.track_running_stats = False  # cheaper than to save the statistics and put them back
 
     def end_second(self, *, complete: bool) -> None:
         """End the second pass, or give it up: buffers and random numbers as the first pass left them.
@@ -134,11 +133,11 @@ class Passes:
         now, before, after = self._rng_state(), self._before_first, self._after_first
         for buffers in self._buffers:
             buffers.restore()
-        for module in self._tracking:
+        for module in self._stopped:
             module.track_running_stats = True
-        self._buffers, self._tracking = [], []
+        self._buffers, self._stopped = [], []
         set_rng_state(after)
-        self.start()
+        self._start_from(after)
         differs = any(
             device in after
             and not torch.equal(state, after[device])
@@ -161,7 +160,11 @@ class Passes:
         self._modules = [] if self.model is None else modules_of(self.model)
         params = parameters_in(self._modules)
         self._devices = set(map(computes_on, params)) if any_dtensor(params) else {p.device for p in params}
-        self._places = _places(module for module in self._modules if not _tracks(module))
+        # A compiled module would be compiled again where it is told not to track.
+        compiled = {part for module in self._modules if is_compiled(module) for part in module.modules()}
+        self._tracking = [module for module in self._modules if _tracks(module) and module not in compiled]
+        tracking = set(self._tracking)
+        self._places = _places(module for module in self._modules if module not in tracking)
 
 
 class Place(NamedTuple):

@@ -17,7 +17,7 @@ large pieces of memory come from the system, page by page, and go back to it at 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -80,7 +80,8 @@ def perturb(
 def gradient_norm(params: Sequence[Tensor], grads: Sequence[Tensor], *, adaptive: bool) -> Tensor:
     r"""Return the 0-d tensor :math:`\lVert g \rVert_2`, or :math:`\lVert\, |w| \odot g \,\rVert_2` if adaptive."""
     norms: list[Tensor] = []
-    for indices in _buckets((None, g, i) for i, g in enumerate(grads)):
+    buckets = _buckets((None, g, i) for i, g in enumerate(grads))
+    for indices in buckets:
         bucket = [grads[i] for i in indices]
         dtype = accumulation_dtype(bucket[0])
         if adaptive and _is_on_host(bucket[0]):
@@ -92,10 +93,11 @@ def gradient_norm(params: Sequence[Tensor], grads: Sequence[Tensor], *, adaptive
             norms.append(torch.linalg.vector_norm(flat))
         else:
             norms += torch._foreach_norm(bucket, 2, dtype)
-    device = norms[0].device
-    widest = max((n.dtype for n in norms), key=lambda dtype: dtype.itemsize)
-    together = torch.stack([n.to(device, widest) for n in norms])
-    return torch.linalg.vector_norm(together)  # type: ignore[no-any-return]
+    if len(buckets) > 1:
+        device = norms[0].device
+        widest = max((n.dtype for n in norms), key=lambda dtype: dtype.itemsize)
+        norms = [n.to(device, widest) for n in norms]
+    return torch.linalg.vector_norm(torch.stack(norms))  # type: ignore[no-any-return]
 
 
 def blended(targets: Sequence[Tensor], sources: Sequence[Tensor], weight: Tensor, *, where: Tensor) -> list[Tensor]:
@@ -172,13 +174,14 @@ def _add_on_host(
     """Add eps to the tensors of one bucket, of which there are copies."""
     if not 0 < abs(scale) < math.inf:  # a norm of 0, inf or NaN, or rho = 0
         return
+    masked = any(isinstance(mask, Tensor) for mask in m)
+    if not masked and not adaptive and w[0].dtype == accumulation_dtype(w[0]):
+        torch._foreach_add_(w, d, alpha=scale)  # makes nothing anew
+        return
     for p, copy, direction, mask in zip(w, copies, d, m, strict=True):
         masks = [mask] if isinstance(mask, Tensor) else []
-        if masks or adaptive or p.dtype != accumulation_dtype(p):
-            for slabs in zip(*map(_slabs, [p, copy, direction, *masks]), strict=True):
-                _add_slab_on_host(*slabs, scale=scale, adaptive=adaptive)
-        else:
-            p.add_(direction, alpha=scale)  # makes nothing anew
+        for slabs in zip(*map(_slabs, [p, copy, direction, *masks]), strict=True):
+            _add_slab_on_host(*slabs, scale=scale, adaptive=adaptive)
 
 
 def _add_slab_on_host(
@@ -300,7 +303,7 @@ def _is_dense(t: Tensor) -> bool:
     return t.is_contiguous() or t.is_contiguous(memory_format=torch.channels_last)
 
 
-def _buckets(entries: Iterable[tuple[Hashable, Tensor, int]]) -> Iterable[list[int]]:
+def _buckets(entries: Iterable[tuple[Hashable, Tensor, int]]) -> Collection[list[int]]:
     """Group the indices of tensors that one kernel can treat: equal key, device and dtype."""
     buckets: dict[Hashable, list[int]] = {}
     for key, tensor, index in entries:

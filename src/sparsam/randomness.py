@@ -35,6 +35,11 @@ def set_rng_state(states: RngState) -> None:
             torch.get_device_module(device).set_rng_state(state, device)
 
 
+def same_rng_state(one: RngState, other: RngState) -> bool:
+    """Tell whether generators stand where they stood."""
+    return one.keys() == other.keys() and all(torch.equal(state, other[device]) for device, state in one.items())
+
+
 @contextmanager
 def fork_rng(devices: Iterable[torch.device], seed: int | None = None) -> Iterator[None]:
     """Let the block draw what it wants: afterwards the generators stand where they stood.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def any_dtensor(tensors: Iterable[object]) -> bool:
     """Tell whether one of the tensors is a DTensor. Costs next to nothing where no program has imported those."""
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(isinstance(t, module.DTensor) for t in tensors)
+    return module is not None and _any_subclass(tensors, module.DTensor)
 
 
 def is_dtensor(t: object) -> TypeGuard[DTensor]:
@@ -161,5 +161,12 @@ def check_same_everywhere(values: Sequence[Tensor], params: Sequence[Tensor], wh
 
 def fsdp_modules(modules: Iterable[nn.Module]) -> list[Any]:
     """Return the modules that FSDP2 gathers weights for."""
-    module = sys.modules.get("torch.distributed.fsdp")
-    return [] if module is None else [m for m in modules if isinstance(m, module.FSDPModule)]
+    module, modules = sys.modules.get("torch.distributed.fsdp"), list(modules)
+    if module is None or not _any_subclass(modules, module.FSDPModule):
+        return []
+    return [m for m in modules if isinstance(m, module.FSDPModule)]
+
+
+def _any_subclass(objects: Iterable[object], kind: type) -> bool:
+    """Tell whether one of many objects is an instance of a class, by asking each of their few types once."""
+    return any(issubclass(own, kind) for own in set(map(type, objects)))

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from sparsam.randomness import RngState, get_rng_state
-from sparsam.replay.autograd_graph import leaf_of, node_of, parameters_of, reachable_nodes, tensors_in
+from sparsam.randomness import RngState, get_rng_state, same_rng_state
+from sparsam.replay.autograd_graph import leaf_of, leaves_in, node_of, parameters_of, reachable_nodes, tensors_in
 from sparsam.replay.calls import Call
 
 PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
@@ -43,7 +43,10 @@ def _versions(value: Any) -> list[int]:
 
 
 class PastCall(NamedTuple):
-    """A module that was called before the cut: with what, what it returned, and the random state that it left."""
+    """A module that was called before the cut: with what, what it returned, and the random state that it left.
+
+    Of a model that draws no random numbers before the cut no states are kept.
+    """
 
     name: str
     arguments: tuple[Any, ...]
@@ -75,12 +78,18 @@ class Recording:
     before: Before | None = None
     between: set[Tensor] = field(default_factory=set)  # parameters that code between the modules has used
     path: tuple[Any, ...] = ()  # set where the cut is reached
+    start: RngState = field(default_factory=dict)  # of random numbers, where the model was called
     random: RngState = field(default_factory=dict)  # at the cut
     autocast: tuple[tuple[str, torch.dtype], ...] = ()  # at the cut: devices that cast, and to what
     sums: list[Tensor] = field(default_factory=list)  # of the cut's input, to see whether its values stay
     crossed: list[bool] = field(default_factory=list)  # not empty if a gradient arrived before the cut
     outputs: list[Tensor] = field(default_factory=list)  # of the model
     hooks: list[RemovableHandle] = field(default_factory=list)  # that notice such a gradient
+
+    @property
+    def draws(self) -> bool:
+        """Whether random numbers were drawn before the cut."""
+        return not same_rng_state(self.start, self.random)
 
     def stay_open(self, obstacle: str) -> None:
         """Let the gradient go past the cut, and say why."""
@@ -95,6 +104,7 @@ class Recorder:
         reach: Called where the cut is reached: it fills in `before` and `sums`, and may leave the recording open.
         needs_gradient: Tells whether the suffix must see an input that requires a gradient.
         gradients: Returns the gradients of a module's parameters.
+        draws: Whether random numbers may be drawn before the cut.
     """
 
     def __init__(
@@ -103,8 +113,10 @@ class Recorder:
         reach: Callable[[Recording], None],
         needs_gradient: Callable[[Recording], bool],
         gradients: Callable[[str], list[Tensor | None]],
+        draws: bool,
     ) -> None:
         self.recording, self.reach, self.needs_gradient, self.gradients = recording, reach, needs_gradient, gradients
+        self.draws = draws
         self._detach: Callable[[Tensor], Tensor] = Tensor.detach
         self._watched: set[Node] = set()
         self._known: set[Node] = set()  # nodes that modules have returned
@@ -135,9 +147,8 @@ class Recorder:
             tensors = tensors_in(output)
             self._known.update(node for t in tensors if (node := node_of(t)) is not None)
             self._watch(tensors)
-            recording.calls.append(
-                PastCall(name, plain_arguments(args, kwargs), keep(output), get_rng_state(recording.devices))
-            )
+            random = get_rng_state(recording.devices) if self.draws else {}
+            recording.calls.append(PastCall(name, plain_arguments(args, kwargs), keep(output), random))
         return output
 
     def at_cut(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -168,6 +179,7 @@ class Recorder:
         recording = self.recording
         if recording.arguments is None:
             recording.arguments = keep((args, kwargs))
+            recording.start = get_rng_state(recording.devices)
             if any(t.requires_grad and t.is_leaf for t in tensors_in(args, kwargs)):
                 recording.stay_open("the batch requires a gradient, which has to go all the way")
 
@@ -202,6 +214,8 @@ class Recorder:
             recording.stay_open(
                 f"gradients were off where {recording.cut!r} was called (checkpointing? pass use_reentrant=False)"
             )
+        if not self.draws and recording.draws:
+            recording.stay_open(f"random numbers are drawn before {recording.cut!r}, and were not in earlier steps")
         self.reach(recording)
         if recording.before is not None and not recording.before.trained_after:
             recording.stay_open(f"nothing after {recording.cut!r} is trained")
@@ -232,7 +246,7 @@ def plain_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any,
         (key, leaf if isinstance(leaf, PLAIN) else type(leaf).__name__)
         for key, value in values
         if not isinstance(value, Tensor)
-        for leaf in tree_leaves(value)
+        for leaf in leaves_in(value)
         if not isinstance(leaf, Tensor)
     )
 

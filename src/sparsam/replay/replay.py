@@ -84,6 +84,9 @@ class Replay:
         self._places: Places | None = None
         self._ahead: list[tuple[str, nn.Module]] = []  # modules before the cut, from the next step on
         self._parameters: dict[str, list[nn.Parameter]] = {}  # of modules before the cut
+        self._draws: bool | None = None  # whether random numbers were ever drawn before the cut; None: not known yet
+        self._modules: list[nn.Module] = []  # of the model, as the latest first pass found them
+        self._skipped: dict[tuple[frozenset[str], ...], set[nn.Module]] = {}  # those before the cut, by what is called
         self._equal_copies = False  # whether the closure makes its batch anew in each call, with the same values
         self._off: str | None = None  # why replay is not even tried
         self._sharded = False  # as the latest first pass found the model
@@ -95,7 +98,11 @@ class Replay:
     def __getstate__(self) -> dict[str, Any]:
         # Identities of parameters and whatever a step left do not travel.
         nothing: dict[str, Any] = dict.fromkeys(("recording", "settled", "_places"))
-        return {**self.__dict__, **nothing, "_paths": {}, "_ahead": [], "_parameters": {}, "_by_name": {}}
+        return {
+            **self.__dict__,
+            **nothing,
+            **{"_paths": {}, "_ahead": [], "_parameters": {}, "_by_name": {}, "_modules": [], "_skipped": {}},
+        }
 
     @property
     def distributed(self) -> bool:
@@ -124,6 +131,8 @@ class Replay:
             self._places = self._places._replace(before=self._ahead)
             self._ahead = []
         modules = modules_of(self.model)
+        if modules != self._modules:
+            self._modules, self._skipped = modules, {}
         sharded = fsdp_modules(modules)
         for module in sharded:
             module.reshard()  # what was gathered stands in for the parameters
@@ -135,11 +144,14 @@ class Replay:
         if self._sharded:
             self._by_name = dict(self.model.named_parameters(remove_duplicate=False))
             recording.stay_open(SHARDED)
-        recorder = Recorder(recording, partial(self._reach, proof=proof), self._needs_gradient, self._gradients)
+        reach, draws = partial(self._reach, proof=proof), self._draws is not False
+        recorder = Recorder(recording, reach, self._needs_gradient, self._gradients, draws)
         with self.alone(), self._intercepted(recorder):
             yield recording
         for hook in recording.hooks:
             hook.remove()
+        if recording.input is not None:
+            self._draws = self._draws or recording.draws
         self.recording = recording
         self._steps += not proof
 
@@ -153,10 +165,13 @@ class Replay:
         recording = self.recording
         if recording is None or recording.open:
             return set()
-        prefix, suffix = {call.name for call in recording.calls}, {recording.cut, *recording.suffix}
-        return self._inside(prefix) - self._inside(suffix)
+        called = frozenset(call.name for call in recording.calls), frozenset({recording.cut, *recording.suffix})
+        if called not in self._skipped:  # once: walking modules takes time
+            prefix, suffix = map(self._inside, called)
+            self._skipped[called] = prefix - suffix
+        return self._skipped[called]
 
-    def _inside(self, names: set[str]) -> set[nn.Module]:
+    def _inside(self, names: frozenset[str]) -> set[nn.Module]:
         return {module for name in names for module in modules_of(self.model.get_submodule(name))}
 
     def _reach(self, recording: Recording, *, proof: bool) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from sparsam.randomness import set_rng_state
-from sparsam.replay.autograd_graph import tensors_in
+from sparsam.replay.autograd_graph import leaves_in, tensors_in
 from sparsam.replay.calls import Call
 from sparsam.replay.recording import Recording, plain_arguments, same_tensors, sums_of
 
@@ -113,7 +113,7 @@ class Reuse:
 
 
 def _plain(value: Any) -> list[Any]:
-    return [leaf for leaf in tree_leaves(value) if not isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves_in(value) if not isinstance(leaf, Tensor)]
 
 
 def _equal(one: list[Any], other: list[Any]) -> bool:

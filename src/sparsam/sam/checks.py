@@ -98,7 +98,8 @@ def check_sharding(model: nn.Module | None, params: Sequence[Tensor], *, were_wh
 
     Accelerate shards a model after its optimizer was built, and puts the new parameters into the groups.
     """
-    if dist.is_available() and dist.is_initialized():
+    distributed = dist.is_available() and dist.is_initialized()
+    if distributed:
         for i, p in enumerate(params):
             if hasattr(p, "_fsdp_flattened"):
                 raise UserTypeError(
@@ -106,7 +107,7 @@ def check_sharding(model: nn.Module | None, params: Sequence[Tensor], *, were_wh
                     f"shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
                 )
     sharded = any_dtensor(params)
-    modules = [] if model is None else fsdp_modules(modules_of(model))
+    modules = fsdp_modules(modules_of(model)) if distributed and model is not None else []
     if not sharded and not modules:
         return
     if sharded and were_whole:
@@ -195,13 +196,13 @@ def _check_shared_storage(base: Optimizer) -> None:
 
 def check_gradients(params: Sequence[Tensor]) -> None:
     """Refuse to perturb without any gradient, or by a sparse one."""
-    grads = [(i, p.grad) for i, p in enumerate(params) if p.grad is not None]
-    if not grads:
+    layouts = [None if (grad := p.grad) is None else grad.layout for p in params]
+    if not any(layouts):
         raise UserRuntimeError("no parameter has a gradient: call backward() before the weights are perturbed")
-    for i, grad in grads:
-        if grad.layout != torch.strided:
+    for i, layout in enumerate(layouts):
+        if layout is not None and layout != torch.strided:
             raise UserRuntimeError(
-                f"gradients must be dense, but that of parameter {i} has the layout {grad.layout}; build the "
+                f"gradients must be dense, but that of parameter {i} has the layout {layout}; build the "
                 f"embedding with sparse=False"
             )
 

@@ -45,25 +45,23 @@ class ClosureCheck:
             params: Whose gradients it has to clear.
             used: The gradients that a base step has used, before the first call of a step; None: all are old.
         """
-        before = [(p, p.grad) for p in params if p.grad is not None]
         accumulated = used is not None and used.any_new(params)
         code = getattr(closure, "__code__", type(closure))  # a closure is mostly made anew in each step
         checks = code not in self._proven and not accumulated
-        dense = [(p, grad) for p, grad in before if grad.layout == torch.strided]
-        if checks:
-            for _, grad in dense:
-                grad.fill_(torch.nan)
+        looks = checks or accumulated  # elsewhere nothing must keep the memory of old gradients
+        before = [(p, p.grad) for p in params if p.grad is not None] if looks else []
+        dense = [(p, grad) for p, grad in before if grad.layout == torch.strided] if checks else []
+        for _, grad in dense:
+            grad.fill_(torch.nan)
         self.cleared = False
         try:
             with torch.enable_grad():
                 result = closure()
         except BaseException:
-            if checks:
-                for p, grad in dense:
-                    p.grad = None if p.grad is grad else p.grad  # it may hold NaN
+            for p, grad in dense:
+                p.grad = None if p.grad is grad else p.grad  # it may hold NaN
             raise
-        kept = [p for p, grad in before if p.grad is grad]
-        if accumulated and kept and not self.cleared:
+        if accumulated and not self.cleared and any(p.grad is grad for p, grad in before):
             raise UserRuntimeError(ACCUMULATED)
         if before and checks:
             left = [grad for p, grad in dense if p.grad is grad]

@@ -36,22 +36,25 @@ class UsedGradients:
     """Remembers the gradients that a base step has used, to tell whether a backward pass was made since."""
 
     def __init__(self) -> None:
-        self._versions: list[tuple[weakref.ref[Tensor], int]] = []
+        self._grads: list[weakref.ref[Tensor]] = []
+        self._versions: list[int] = []
 
     def note(self, params: Iterable[Tensor]) -> None:
         """Remember the gradients as they are."""
-        self._versions = [(weakref.ref(grad), version) for grad, version in _with_versions(params)]
+        grads, self._versions = _with_versions(params)
+        self._grads = list(map(weakref.ref, grads))
 
     def any_new(self, params: Iterable[Tensor]) -> bool:
         """Tell whether there is a gradient that was not there, or was another."""
-        versions = {id(grad()): version for grad, version in self._versions}
-        return any(versions.get(id(grad)) != version for grad, version in _with_versions(params))
+        grads, versions = _with_versions(params)
+        known = {id(grad()): version for grad, version in zip(self._grads, self._versions, strict=True)}
+        return list(map(known.get, map(id, grads))) != versions
 
     def __getstate__(self) -> dict[str, object]:
-        return {"_versions": []}  # a copy has gradients of its own
+        return {"_grads": [], "_versions": []}  # a copy has gradients of its own
 
 
-def _with_versions(params: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
-    """Return the gradients with their versions: FSDP adds to the local part of one, which counts its own."""
-    grads = [p.grad for p in params if p.grad is not None]
-    return [(grad, part._version) for grad, part in zip(grads, local_parts(grads), strict=True)]
+def _with_versions(params: Iterable[Tensor]) -> tuple[list[Tensor], list[int]]:
+    """Return the gradients, and their versions: FSDP adds to the local part of one, which counts its own."""
+    grads = [grad for p in params if (grad := p.grad) is not None]
+    return grads, [part._version for part in local_parts(grads)]
