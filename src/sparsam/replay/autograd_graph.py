@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 def tensors_in(*values: Any) -> list[Tensor]:
@@ -28,6 +28,19 @@ def leaves_in(*values: Any) -> list[Any]:
         else:
             found += tree_leaves(value)
     return found
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return a value with other tensors in place of those in it; what holds no tensors stays the object that it is."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if not tensors_in(value):
+        return value
+    if type(value) in (tuple, list):
+        return type(value)(map_tensors(function, item) for item in value)
+    if type(value) is dict:
+        return {key: map_tensors(function, item) for key, item in value.items()}
+    return tree_map_only(Tensor, function, value)
 
 
 def reachable_nodes(tensors: Iterable[Tensor], stop: Collection[Node] = ()) -> set[Node]:
@@ -54,9 +67,10 @@ def parameters_of(nodes: Iterable[Node]) -> set[Tensor]:
 
 def node_of(tensor: Tensor) -> Node | None:
     """Return the node that made a tensor; of a parameter the one that takes its gradient; None where there is none."""
-    if not tensor.requires_grad or (
-        tensor.grad_fn is None and tensor._is_view()
-    ):  # a view that was made without gradients
+    made_by = tensor.grad_fn
+    if made_by is not None:
+        return made_by
+    if not tensor.requires_grad or tensor._is_view():  # a view that was made without gradients
         return None
     return get_gradient_edge(tensor).node
 

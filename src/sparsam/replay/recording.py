@@ -10,11 +10,18 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from sparsam.randomness import RngState, get_rng_state, same_rng_state
-from sparsam.replay.autograd_graph import leaf_of, leaves_in, node_of, parameters_of, reachable_nodes, tensors_in
+from sparsam.replay.autograd_graph import (
+    leaf_of,
+    leaves_in,
+    map_tensors,
+    node_of,
+    parameters_of,
+    reachable_nodes,
+    tensors_in,
+)
 from sparsam.replay.calls import Call
 
 PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
@@ -165,14 +172,10 @@ class Recorder:
             detached = not recording.open
             recording.stay_open(f"{recording.cut!r} lies inside a part that is checkpointed; cut at that part's input")
             if detached:  # as when it was called first
-                args, kwargs = tree_map_only(Tensor, self._detach, (args, kwargs))
+                args, kwargs = map_tensors(self._detach, args), map_tensors(self._detach, kwargs)
         if not recording.open:
-            args, kwargs = tuple(map(self._detached, args)), {key: self._detached(v) for key, v in kwargs.items()}
+            args, kwargs = map_tensors(self._detach, args), map_tensors(self._detach, kwargs)
         return call(*args, **kwargs)
-
-    def _detached(self, value: Any) -> Any:
-        """Detach the tensors of an argument; one without tensors stays the object that it is."""
-        return tree_map_only(Tensor, self._detach, value) if tensors_in(value) else value
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the batch."""

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from sparsam.randomness import set_rng_state
-from sparsam.replay.autograd_graph import leaves_in, tensors_in
+from sparsam.replay.autograd_graph import leaves_in, map_tensors, tensors_in
 from sparsam.replay.calls import Call
 from sparsam.replay.recording import Recording, plain_arguments, same_tensors, sums_of
 
@@ -63,7 +62,7 @@ class Reuse:
             assert self.recording.input is not None
             recorded = iter(tensors_in(self.recording.input.value))
             # Other arguments are those of this call: a cache, say, that the first pass has filled already.
-            args, kwargs = tree_map_only(Tensor, lambda _: next(recorded), (args, kwargs))
+            args, kwargs = map_tensors(lambda _: next(recorded), (args, kwargs))
         return call(*args, **kwargs)
 
     def _reach(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
