@@ -142,6 +142,7 @@ LATE = [
     patterns.LateThroughData,
     patterns.LateDetachedWeight,
     patterns.LateLocalLearning,
+    patterns.LateNoise,
     patterns.ContextProofStopped,
 ]
 """Do what the proof would notice, but only after it, or in a step in which it could not look."""
@@ -199,6 +200,15 @@ def test_what_is_done_on_later_batches_only_is_noticed_too(pattern):
     verdict = judged(pattern)
     assert verdict.wrong < EXACT[pattern.dtype]
     assert len(verdict.messages) <= 1
+
+
+def test_random_states_are_kept_again_once_numbers_are_drawn():
+    """The step in which they are drawn for the first time is computed in full, with a warning; later ones are not."""
+    verdict = judged(patterns.LateNoise)
+    assert verdict.calls == PROVEN
+    assert [message.partition("slower: ")[2] for message in verdict.messages] == [
+        "random numbers are drawn before 'body', and were not in earlier steps"
+    ]
 
 
 @pytest.mark.parametrize("pattern", NOT_NOTICED, ids=name_of)

@@ -1452,6 +1452,20 @@ class LateChange(Pattern):
         return self.behind(h) * h.detach().abs().mean()
 
 
+class LateNoise(Pattern):
+    """Code between two modules before the cut draws random numbers, but not for the first batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        if late(x):
+            h = h + torch.randn_like(h)
+        return self.behind(torch.tanh(self.second(h)))
+
+
 class ContextProofStopped(Context):
     """The stem writes a context; in the step that is to prove the second pass, an argument is made anew.
 
