@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -229,6 +230,25 @@ def test_what_is_refused_inside_a_closure_s_only_pass(schedule, call):
 
     opt.step(closure)
     assert opt.steps == 2
+
+
+@pytest.mark.parametrize("schedule", [None, LastSteps(0.1, 100)], ids=["sharpness-aware", "base steps"])
+def test_gradients_that_a_closure_clears_take_no_memory(schedule):
+    t = task()
+    opt, left = SAM(t.model.parameters(), torch.optim.SGD, model=t.model, schedule=schedule, lr=0.1), []
+
+    def closure():
+        old = [weakref.ref(p.grad) for p in t.model.parameters() if p.grad is not None]
+        opt.zero_grad()
+        left.append(sum(grad() is not None for grad in old))
+        loss = t.loss()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        opt.step(closure)
+    assert left[2:] == [0] * len(left[2:])  # those of the first two calls show that the closure clears them
+    assert len(left) == (6 if schedule is None else 3)
 
 
 def test_zeros_are_no_gradients_of_a_first_pass():
