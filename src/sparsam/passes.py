@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -162,7 +162,8 @@ class Passes:
         self._devices = set(map(computes_on, params)) if any_dtensor(params) else {p.device for p in params}
         # A compiled module would be compiled again where it is told not to track.
         compiled = {part for module in self._modules if is_compiled(module) for part in module.modules()}
-        self._tracking = [module for module in self._modules if _tracks(module) and module not in compiled]
+        normalising = [module for module in self._modules if isinstance(module, _BatchNorm)]
+        self._tracking = [module for module in normalising if _tracks(module) and module not in compiled]
         tracking = set(self._tracking)
         self._places = _places(module for module in self._modules if module not in tracking)
 
@@ -264,11 +265,10 @@ def is_compiled(module: nn.Module) -> bool:
     return module.__dict__.get("_compiled_call_impl") is not None or "_orig_mod" in module._modules
 
 
-def _tracks(module: nn.Module) -> TypeGuard[_BatchNorm]:
+def _tracks(module: _BatchNorm) -> bool:
     """Tell whether a module is one of torch's own that moves running statistics unless told not to track them."""
     return (
-        isinstance(module, _BatchNorm)
-        and module.training
+        module.training
         and module.track_running_stats
         and type(module).forward.__module__.startswith("torch.nn.modules.")
     )

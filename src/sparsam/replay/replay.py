@@ -138,9 +138,9 @@ class Replay:
             module.reshard()  # what was gathered stands in for the parameters
         params = parameters_in(modules)
         self._sharded = bool(sharded) or any_dtensor(params)
-        devices = frozenset(p.device for p in params)
+        devices = frozenset([p.device for p in params])
         modes = self.model.training, self._where().cut.training
-        recording = Recording(self.cut, devices, (*(p.requires_grad for p in params), *modes))
+        recording = Recording(self.cut, devices, (*[p.requires_grad for p in params], *modes))
         if self._sharded:
             self._by_name = dict(self.model.named_parameters(remove_duplicate=False))
             recording.stay_open(SHARDED)

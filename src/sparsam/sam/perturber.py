@@ -99,7 +99,7 @@ class Perturber:
         self.moved = selection if len(moving) == len(params) else _only(selection, {i for i, _ in moving})
         if not moving:
             return
-        radius = {id(rho): ascent.radius(rho) for rho in rhos}
+        radius = {key: ascent.radius(rho) for key, rho in {id(rho): rho for rho in rhos}.items()}
         w, d = [params[i] for i, _ in moving], [d for _, d in moving]
         m = [selection[i] for i, _ in moving]
         if sharded:  # the rest is done on what this process holds
