@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shutil
 from statistics import fmean, stdev
 
 import pytest
@@ -137,6 +138,21 @@ def test_from_a_folder_shows_the_same_table_and_trains_nothing(own, reproduced):
     whole = invoke("reproduce", own, "--only", "sgd", "--from", output).stdout
     assert "There are also runs of 2 epochs; --epochs 2 shows those." in whole
     assert "There is no run of table1 in" in whole
+
+
+def test_from_a_folder_draws_what_was_measured_without_the_weights(own, reproduced, tmp_path):
+    output, text = reproduced
+    kept, drawn = tmp_path / "kept", tmp_path / "drawn"
+    shutil.copytree(output, kept, ignore=shutil.ignore_patterns("checkpoints", "figure*"))
+    shown = invoke("reproduce", own, "--epochs", 2, "--from", kept, "-o", drawn).stdout
+    measured = json.loads((kept / "digits-sam-epochs2-seed0" / "analysis" / "gradients.json").read_text())
+    assert f"{100 * measured['below_zero']['']:.1f}" in shown
+    for picture in ("figure1/gradients.png", "figure3/sparsity.png", "figure4/landscape.html"):
+        assert (drawn / picture).is_file()
+    for file in kept.rglob("analysis/*"):
+        file.unlink()
+    again = invoke("reproduce", own, "--epochs", 2, "--from", kept, "-o", drawn).stdout
+    assert "figure4: nothing was measured of these runs, and that needs their weights" in again
 
 
 def test_a_page_of_all_tables(own, reproduced, tmp_path):

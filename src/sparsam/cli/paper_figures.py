@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from sparsam.runs.run import Run
 
 
-FROM_METRICS = ("curves", "sparsity")  # figures that need no weights
+MEASURED = {"gradients": "gradients.json", "hessian": "hessian.json", "landscape": "landscape.npz"}
+"""The file of a run that a figure is drawn from; other figures need its metrics only."""
 
 
 def draw_figure(
@@ -51,6 +52,34 @@ def draw_figure(
         _hessian(runs, folder, device, samples)
     else:
         _landscape(runs, folder, device, samples, points)
+
+
+def redraw_figure(experiment: Experiment, results: Sequence[Result], output: Path) -> None:
+    """Draw a figure into OUTPUT/NAME from what its runs hold, and measure nothing: weights are not needed.
+
+    Args:
+        experiment: The figure.
+        results: Its rows with their runs. The first seed of each that was measured is drawn.
+        output: Where to write.
+    """
+    shows = experiment.shows or ""
+    if shows not in MEASURED:
+        draw_figure(experiment, results, output)
+        return
+    of_rows = [result.method.runs for result in results if result.method]
+    measured = [[run for run in runs if result_file(run.directory, MEASURED[shows]).is_file()] for runs in of_rows]
+    directories = [runs[0].directory for runs in measured if runs]
+    if not directories:
+        rich.print(f"{experiment.name}: nothing was measured of these runs, and that needs their weights")
+    elif shows == "landscape":
+        from sparsam.cli import landscape
+
+        landscape.show(directories, [landscape.load(run, 2) for run in directories], output / experiment.name)
+    else:
+        from sparsam.cli import gradients, hessian
+
+        show = gradients.show if shows == "gradients" else hessian.show
+        show(directories, [read_result(run, shows) for run in directories], output / experiment.name)
 
 
 def _curves(runs: Sequence[Run], folder: Path) -> None:

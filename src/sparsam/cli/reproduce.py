@@ -235,8 +235,8 @@ def _write_page(experiments: Sequence[Experiment], names: Sequence[str], folder:
 
 
 def _show_folder(experiments: Sequence[Experiment], folder: Path, changes: list[str], output: Path) -> None:
-    """Print the tables from the runs in a folder, and draw the figures that need nothing else."""
-    from sparsam.cli.paper_figures import FROM_METRICS, draw_figure
+    """Print the tables from the runs in a folder, and draw the figures from what was measured of them."""
+    from sparsam.cli.paper_figures import redraw_figure
     from sparsam.reproduce.comparison import compare, other_epochs
     from sparsam.reproduce.table import paper_table
 
@@ -246,8 +246,8 @@ def _show_folder(experiments: Sequence[Experiment], folder: Path, changes: list[
         _print_table(experiment.heading(changes), paper_table(results))
         if not any(result.method for result in results):
             rich.print(f"There is no run of {experiment.name} in {folder}.")
-        elif experiment.shows in FROM_METRICS:
-            draw_figure(experiment, results, output)
+        elif experiment.shows is not None:
+            redraw_figure(experiment, results, output)
         others = [] if changes else sorted(other_epochs(experiment, runs))
         if others:
             epochs = " and ".join(map(str, others))
