@@ -141,7 +141,7 @@ def test_from_a_folder_shows_the_same_table_and_trains_nothing(own, reproduced):
 
 
 def test_from_a_folder_draws_what_was_measured_without_the_weights(own, reproduced, tmp_path):
-    output, text = reproduced
+    output, _ = reproduced
     kept, drawn = tmp_path / "kept", tmp_path / "drawn"
     shutil.copytree(output, kept, ignore=shutil.ignore_patterns("checkpoints", "figure*"))
     shown = invoke("reproduce", own, "--epochs", 2, "--from", kept, "-o", drawn).stdout
