@@ -29,8 +29,10 @@ def draw_runs(results: Sequence[tuple[str, dict[str, Any]]], path: Path) -> list
     ax.axvline(0, color="0.4", linewidth=0.8)
     rhos, sizes = {r["rho"] for _, r in results}, {r["samples"] / r["batches"] for _, r in results}
     title = f"ρ = {_or(rhos)}, batches of {_or(sizes)}; the outermost bins hold all values beyond"
-    ax.set(xlabel=r"$r = \log\,|(g_{SAM} - g_{SGD})\,/\,g_{SGD}|$", ylabel="density of weights", title=title)
-    ax.legend(frameon=False)
+    ax.set(xlabel=r"$r = \log\,|(g_{SAM} - g_{SGD})\,/\,g_{SGD}|$", ylabel="density of weights")
+    ax.set_title(title, fontsize=10)
+    ax.set_ylim(0, ax.get_ylim()[1] * (1 + 0.08 * len(results)))  # room for the legend above the curves
+    ax.legend(frameon=False, fontsize=9, loc="upper left")
     return save_figure(figure, path)
 
 
