@@ -338,9 +338,9 @@ class Trainer:
             group.update({key: _as_built(own[key], group[key]) for key in OF_THE_DEVICE if key in group})
         if self.step.scaler:
             self.step.scaler.load_state_dict(saved["scaler"])
-        rng = {kind: torch.atleast_2d(states.cpu()) for kind, states in saved["rng"].items()}  # a row for each rank
+        rng = {kind: states.cpu().reshape(-1, states.shape[-1]) for kind, states in saved["rng"].items()}
         rank = self.ranks.rank
-        if rank < len(rng["cpu"]):  # else the run comes from fewer processes
+        if rank < len(rng["cpu"]):  # it has a row for each process that there was
             torch.set_rng_state(rng["cpu"][rank].clone())  # torch crashes with a view
             if self.device.type == "cuda" and "cuda" in rng:  # not if the run comes from a CPU
                 torch.cuda.set_rng_state(rng["cuda"][rank].clone(), self.device)
