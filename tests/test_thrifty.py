@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsam import SAM, FriendlyAscent, LastSteps, SuffixMask, thrifty
+from sparsam.errors import UserTypeError
 from sparsam.models import build_model
 from sparsam.replay.counting import ELEMENT, STEPPING, CountedCut, Counts, Work, count_costs
 from sparsam.thrifty import FRIENDLY, RHO, choose
@@ -218,6 +219,30 @@ def test_groups_and_settings_are_passed_on():
     opt = thrifty(model, torch.optim.AdamW, x, total_steps=9, budget=1.6, rho=0.05, params=groups, lr=0.1)
     assert isinstance(opt.base_optimizer, torch.optim.AdamW)
     assert [(group["lr"], group["rho"]) for group in opt.param_groups] == [(0.3, 0.7), (0.1, 0.05)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"bugdet": 1.5},
+            "'bugdet' is an argument neither of thrifty nor of SGD: did you mean budget? thrifty has budget, rho, "
+            "params, cut, fraction, adaptive, perturbation, process_group; all others go to SGD",
+        ),
+        ({"adaptiv": True}, "'adaptiv' is an argument neither of thrifty nor of SGD: did you mean adaptive? "),
+        ({"mask": None}, "mask must not be given: thrifty chooses it. SAM takes one of your own"),
+    ],
+    ids=["bugdet", "adaptiv", "mask"],
+)
+def test_misspelled_arguments_are_named(arguments, message):
+    model, (x, _) = CASES["vgg"].model(), CASES["vgg"].batch()
+    with pytest.raises(UserTypeError, match=f"^{re.escape(message)}"):
+        thrifty(model, torch.optim.SGD, x, total_steps=9, **arguments, **BASE)
+
+
+def test_arguments_of_sam_are_passed_on():
+    model, (x, _) = CASES["vgg"].model(), CASES["vgg"].batch()
+    assert thrifty(model, torch.optim.SGD, x, total_steps=9, budget=1.6, adaptive=True, **BASE).adaptive
 
 
 def test_few_weights_give_a_warning():

@@ -29,17 +29,20 @@ from torch.optim import Optimizer
 from sparsam.ascents import FriendlyAscent
 from sparsam.checks import check_module, check_number, check_rho, check_whole
 from sparsam.distributed.shards import any_dtensor, fsdp_modules
-from sparsam.errors import UserValueError, warn
+from sparsam.errors import UserTypeError, UserValueError, warn
 from sparsam.masks import SuffixMask
 from sparsam.replay import CountedCut, Counts, count_costs
 from sparsam.replay.modules import parameters_before_by_order, unwrap
 from sparsam.sam import SAM
+from sparsam.sam.checks import check_names, option_names
 from sparsam.schedules import LastSteps
 
 BUDGET = 1.15
 RHO = 0.2
 ENOUGH_STEPS = 0.3  # a fraction of the steps: what is beyond does not count in the choice of a cut
 FEW_WEIGHTS = 0.05  # a fraction of the weights: perturbing fewer gives a warning
+CHOSEN = ("mask", "ascent", "schedule")  # arguments of SAM that are not given here
+PASSED_ON = ("adaptive", "perturbation", "process_group")  # to SAM
 FRIENDLY = 13  # elements that perturbing reads and writes for each weight, F-SAM's mean included
 
 _log = logging.getLogger(__name__)
@@ -110,7 +113,8 @@ def thrifty(
         cut: The name of the module from which on weights are perturbed; None: chosen.
         fraction: Of the steps that are sharpness-aware; None: as much as the budget allows. Where both are given, the
             budget does not matter.
-        **base_arguments: Passed on to the base optimizer: `lr`, `momentum`, ...
+        **base_arguments: Passed on to the base optimizer: `lr`, `momentum`, ... `adaptive`, `perturbation` and
+            `process_group` go to SAM.
 
     >>> import torch
     >>> from sparsam.models import build_model
@@ -121,6 +125,11 @@ def thrifty(
     """
     check_module("model", model, optional=False)
     check_rho(rho)
+    for name in CHOSEN:
+        if name in base_arguments:
+            raise UserTypeError(f"{name} must not be given: thrifty chooses it. SAM takes one of your own")
+    to_base = base_arguments.keys() - set(PASSED_ON)
+    check_names("thrifty", [*option_names(thrifty), *PASSED_ON], base, sorted(to_base))
     if any_dtensor(model.parameters()) or fsdp_modules(model.modules()):
         raise UserValueError(
             "model must not be sharded (fully_shard, tensor parallelism): both passes of its steps run in full, and "

@@ -192,8 +192,10 @@ def test_the_end_of_a_run_is_said_in_words(tmp_path):
     few = ["--set", "data.limit=256", "--device", "cpu"]
     text = invoke("train", "digits-sgd", "-o", tmp_path / "one", "--max-steps", 1, *few).stdout
     assert re.fullmatch(
-        r"SGD: \d+\.\d\d % of the test images are classified correctly after 1 epoch; everything is in .*/one\n", text
+        r"SGD: \d+\.\d\d % of the test images are classified correctly after 1 step; everything is in .*/one\n", text
     )
+    text = invoke("train", "digits-sgd", "-o", tmp_path / "whole", "--set", "train.epochs=1", *few).stdout
+    assert "classified correctly after 1 epoch; everything" in text
     text = invoke("train", "digits-sgd", "-o", tmp_path / "two", "--set", "train.epochs=2", *few).stdout
     assert re.search(r"correctly after the last of 2 epochs \(best: \d+\.\d\d %, epoch \d\); everything", text)
     again = invoke("train", "--resume", tmp_path / "one", "--device", "cpu").stdout

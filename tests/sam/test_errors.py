@@ -69,6 +69,23 @@ CONSTRUCTION = [
     (lambda: SAM([w()], SGD, rho="big", lr=0.1), ValueError, "rho must be a finite number >= 0, but is 'big'"),
     (lambda: SAM([{"params": [w()], "rho": -1}], SGD, lr=0.1), ValueError, "rho of parameter group 0 must be a finite"),
     (lambda: SAM.wrap(SGD([w()], lr=0.1), rho=-2), ValueError, "rho must be a finite number >= 0, but is -2"),
+    # misspelled arguments
+    (
+        lambda: SAM([w()], SGD, rh=0.1, lr=0.1),
+        TypeError,
+        "'rh' is an argument neither of SAM nor of SGD: did you mean rho? SAM has base_optimizer, rho, mask, ascent, "
+        "schedule, adaptive, model, perturbation, process_group; all others go to SGD",
+    ),
+    (
+        lambda: SAM([w()], torch.optim.AdamW, lr=0.1, weight_deccay=0.1),
+        TypeError,
+        "'weight_deccay' is an argument neither of SAM nor of AdamW: did you mean weight_decay? SAM has",
+    ),
+    (
+        lambda: SAM([w()], SGD, lr=0.1, colour=1),
+        TypeError,
+        "'colour' is an argument neither of SAM nor of SGD: SAM has",
+    ),
     # sparsity and the other settings of masks
     (lambda: RandomMask(1.1), ValueError, "sparsity must be a number in [0, 1], but is 1.1"),
     (lambda: RandomMask(-0.1), ValueError, "sparsity must be a number in [0, 1], but is -0.1"),
@@ -217,6 +234,17 @@ CONSTRUCTION = [
 def test_construction(build, kind, message):
     with pytest.raises(kind, match=re.escape(message)):
         build()
+
+
+def test_a_base_optimizer_may_take_any_name():
+    given = {}
+
+    def base(params, **arguments):
+        given.update(arguments)
+        return SGD(params, lr=0.1)
+
+    SAM([w()], base, rh=0.3)
+    assert given == {"rh": 0.3}
 
 
 def test_a_refused_base_optimizer_is_left_as_it_was():

@@ -21,7 +21,7 @@ from sparsam.data import Augmentation, Part, ResidentLoader, load_digits
 from sparsam.errors import UserValueError
 from sparsam.runs.checkpoint import load_checkpoint
 from sparsam.runs.directory import RunDirectory
-from sparsam.training import load_recipe, train, trainer
+from sparsam.training import launch, load_recipe, train, trainer
 from sparsam.training.ranks import Ranks, joined, own_device
 
 available = pytest.mark.skipif(not dist.is_available(), reason="torch is built without torch.distributed")
@@ -124,6 +124,75 @@ def test_two_processes_train_what_one_does(together, tmp_path, method):
     weights = [load_checkpoint(run.last, CPU)["model"] for run in (one, two)]
     for name, w in weights[0].items():
         torch.testing.assert_close(weights[1][name], w, rtol=1e-9, atol=1e-9)
+
+
+# -------------------------------------------------------------------------------------------------- dropout
+
+
+class Dropping(nn.Module):
+    """A recipe's network behind dropout of its input, which notes what was dropped."""
+
+    def __init__(self, *arguments) -> None:
+        super().__init__()
+        self.dropout, self.network = nn.Dropout(0.5), trainer_network(*arguments)
+        self.start = [p.detach().clone() for p in self.network.parameters()]
+
+    def forward(self, x):
+        if self.training:
+            dropped.append(self.dropout(torch.ones(8)) == 0)
+        return self.network(self.dropout(x))
+
+
+dropped: list[torch.Tensor] = []
+
+
+def train_with_dropout(rank: int, folder: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Train a run, and one that dies in step 16 and goes on; return the start, and what each pass has dropped."""
+    settings = ["train.epochs=2", "train.deterministic=true", "train.checkpoint_steps=1"]
+    recipe = load_recipe("digits-sam", settings)
+    trainer.build_network = Dropping
+    run = launch.new_run(recipe, Path(folder) / "whole", device=CPU)
+    run.run()
+    drawn = list(dropped)
+    steps = launch.new_run(recipe, Path(folder) / "died", device=CPU).steps()
+    for _ in range(16):
+        next(steps)
+    steps.close()
+    torch.manual_seed(99)
+    launch.old_run(Path(folder) / "died", device=CPU).run()
+    return run.model.start, drawn
+
+
+@available
+@pytest.mark.slow
+def test_each_rank_draws_its_own_dropout_and_resumes_bit_for_bit(tmp_path):
+    (start, drawn), (other_start, other) = in_ranks(train_with_dropout, str(tmp_path))
+    assert len(drawn) == len(other) == 2 * 24  # both passes of each step
+    for mine, others in ((drawn, other), (other, drawn)):
+        steps = [tuple(d.tolist()) for d in mine[::2]]
+        assert steps == [tuple(d.tolist()) for d in mine[1::2]]
+        assert len(set(steps) - {tuple(d.tolist()) for d in others}) > 12  # of 24, and of 256 that there are
+    assert all(map(torch.equal, start, other_start))
+    whole, died = RunDirectory(tmp_path / "whole"), RunDirectory(tmp_path / "died")
+    assert_same_run(whole, died)
+    states = load_checkpoint(whole.last, CPU)["rng"]["cpu"]
+    assert len(states) == 2
+    assert not torch.equal(*states)
+
+
+def test_a_run_of_one_process_goes_on_where_more_are(tmp_path):
+    """A checkpoint without a rank's random numbers leaves those that the rank starts with."""
+    recipe = load_recipe("digits-sgd", ["train.epochs=1"])
+    one = trainer.Trainer(recipe, RunDirectory(tmp_path / "one"), device=CPU)
+    one.save(tmp_path / "last.pt")
+    other = trainer.Trainer(recipe, RunDirectory(tmp_path / "other"), device=CPU)
+    drawn = torch.rand(3)
+    other.load(tmp_path / "last.pt")
+    assert torch.equal(torch.rand(3), drawn)
+    before = torch.get_rng_state()
+    other.ranks.rank = 1
+    other.load(tmp_path / "last.pt")
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 # ------------------------------------------------------------------------------------------------- torchrun

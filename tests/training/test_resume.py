@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import warnings
 
 import pytest
 from digits_runs import CPU, METHODS, SHORT, final_weights, last_checkpoint, recipe
@@ -14,6 +16,7 @@ from sparsam.runs.checkpoint import load_checkpoint, save_checkpoint
 from sparsam.runs.directory import RunDirectory
 from sparsam.runs.files import RunError
 from sparsam.training import Trainer, resume, train
+from sparsam.training.launch import new_run
 
 EVERY_STEP = ("train.checkpoint_steps=1", "train.epochs=3")
 
@@ -111,6 +114,30 @@ def test_resume_without_a_checkpoint_starts_again(tmp_path, whole):
     RunDirectory(tmp_path / "run").create(recipe("sgd", *EVERY_STEP), {})
     resume(tmp_path / "run", device=CPU)
     assert same(final_weights(tmp_path / "run"), final_weights(whole("sgd").path))
+
+
+@pytest.mark.parametrize(
+    ("begun", "moved"),
+    [
+        ({"processes": 2}, "processes was 2 and is 1"),
+        ({"device": "NVIDIA H200"}, "device was NVIDIA H200 and is cpu"),
+        ({"processes": 4, "device": "mps"}, "processes was 4 and is 1; device was mps and is cpu"),
+        ({}, None),
+    ],
+)
+def test_a_run_that_goes_on_elsewhere_says_so_once(tmp_path, begun, moved):
+    run = RunDirectory(tmp_path / "run")
+    stopped = new_run(recipe("sgd", *EVERY_STEP), run.path, device=CPU)
+    environment = run.read("environment.json").values
+    steps = stopped.steps()
+    next(steps)
+    steps.close()
+    (run.path / "environment.json").write_text(json.dumps({**environment, **begun}))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resume(run.path, device=CPU)
+    words = [str(w.message) for w in caught]
+    assert words == ([f"{run.path} will not end with the numbers of an uninterrupted run: {moved}"] if moved else [])
 
 
 def test_masks_measured_before_base_steps_survive_a_death(tmp_path, monkeypatch):

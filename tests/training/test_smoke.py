@@ -17,6 +17,7 @@ from sparsam.runs.build import build_loader
 from sparsam.runs.directory import RunDirectory
 from sparsam.training import Trainer, resume, train
 from sparsam.training.launch import new_run
+from sparsam.training.progress import TerminalProgress
 
 
 def read(path):
@@ -88,6 +89,14 @@ def test_the_learning_rate_can_warm_up(tmp_path):
 def test_more_steps_than_the_epochs_have_are_not_taken(tmp_path):
     summary = train(recipe("sgd", "train.epochs=1", "train.max_steps=1000"), tmp_path / "run", device=CPU)
     assert (summary["steps"], summary["epochs"]) == (12, 1)
+
+
+@pytest.mark.parametrize(("steps", "words"), [(5, "5 steps"), (1, "1 step"), (12, "1 epoch"), (15, "last of 2 epochs")])
+def test_a_terminal_shows_steps_where_a_run_is_shorter_than_an_epoch(tmp_path, capsys, steps, words):
+    run = recipe("sgd", f"train.max_steps={steps}")
+    train(run, tmp_path / "run", device=CPU, progress=TerminalProgress())
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"% (test, {words})" in shown
 
 
 def test_a_smoke_run_that_dies_is_continued_to_the_same_end(tmp_path, monkeypatch):

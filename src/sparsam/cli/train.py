@@ -79,24 +79,26 @@ def _train(
             )
         path = resume
         if first and run_directory(path).finished:
-            print(f"{path} is finished already{_early_end(run_directory(path))}")
+            end = _early_end(run_directory(path))
+            print(f"{path} is finished already{end and f': it ended after {end}, its train.max_steps'}")
         summary = resume_run(path, device=device, progress=progress)
     else:
         raise UserValueError("train needs either a recipe or --resume DIR")
     if first:
-        print(f"{_accuracy(summary)}; everything is in {path}")
+        print(f"{_accuracy(summary, _early_end(run_directory(path)))}; everything is in {path}")
 
 
 def _early_end(run: RunDirectory) -> str:
+    """Return after how many steps train.max_steps has ended a run; nothing if it has not."""
     steps = run.recipe().train.max_steps
-    if steps is None or run.summary().get("steps") != steps:
-        return ""
-    return f": it ended after {steps} step{'' if steps == 1 else 's'}, its train.max_steps"
+    return f"{steps} step{'' if steps == 1 else 's'}" if steps and run.summary().get("steps") == steps else ""
 
 
-def _accuracy(summary: dict[str, Any]) -> str:
+def _accuracy(summary: dict[str, Any], early_end: str) -> str:
     last, best = (f"{100 * summary[key]:.2f} %" for key in ("test_accuracy", "best_accuracy"))
     epochs = summary["epochs"]
     return f"{summary['method']}: {last} of the {summary['evaluated_on']} images are classified correctly after " + (
-        "1 epoch" if epochs == 1 else f"the last of {epochs} epochs (best: {best}, epoch {summary['best_epoch']})"
+        (early_end or "1 epoch")
+        if epochs == 1
+        else f"the last of {epochs} epochs (best: {best}, epoch {summary['best_epoch']})"
     )

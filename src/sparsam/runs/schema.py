@@ -89,9 +89,10 @@ def build(schema: Any, values: Any, prefix: str = "", root: Any = None) -> Any:
     """
     values, root = as_table(values, prefix), root or schema
     fields = {f.name: f for f in dataclasses.fields(schema)}
-    for key in values:
+    for key, value in values.items():
         if key not in fields:
-            raise RecipeError(f"unknown key {prefix}{key}; {_did_you_mean(prefix, key, fields, root)}")
+            path = key + _first_key(value)
+            raise RecipeError(f"unknown key {prefix}{path}; {_did_you_mean(prefix, path, fields, root)}")
     complete: dict[str, Any] = {}
     for f in dataclasses.fields(schema):  # the name, which decides about the others, comes first
         value, key = values.get(f.name), f"{prefix}{f.name}"
@@ -164,10 +165,22 @@ def _type(schema: Any, name: str) -> tuple[Any, bool]:
     return hint, False
 
 
-def _did_you_mean(prefix: str, key: str, known: Iterable[str], root: Any) -> str:
-    """Suggest a similar key of the table, or the keys of that name in any other table."""
+def _first_key(value: Any) -> str:
+    """Return the first key of a table, with a dot before it, and of what it holds; nothing for other values."""
+    if not isinstance(value, dict) or not value:
+        return ""
+    key, inner = next(iter(value.items()))
+    return f".{key}{_first_key(inner)}"
+
+
+def _did_you_mean(prefix: str, path: str, known: Iterable[str], root: Any) -> str:
+    """Suggest a similar key of the table, or the keys of that name in any other table, each from the root on."""
     everywhere = list(_keys(root))
-    close = [prefix + name for name in difflib.get_close_matches(key, known, 1)]
+    table, dot, inner = path.partition(".")
+    close = [f"{prefix}{name}{dot}{inner}" for name in difflib.get_close_matches(table, known, 1)]
+    if inner:  # in a table that is not known
+        close = [path for path in close if path in everywhere]
+    key = path.split(".")[-1]
     for name in (key, *difflib.get_close_matches(key, {path.split(".")[-1] for path in everywhere}, 1)):
         close = close or [path for path in everywhere if path.split(".")[-1] == name]
     return f"did you mean {' or '.join(close)}?" if close else f"known keys: {', '.join(prefix + k for k in known)}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -50,8 +51,15 @@ def check_one_pass(mask: Policy, ascents: Sequence[Ascent]) -> None:
         )
 
 
-def check_arguments(params: Any, base_optimizer: Any) -> None:
-    """Refuse what is easily passed by mistake: an optimizer for its class, a model for its parameters."""
+def check_arguments(params: Any, base_optimizer: Any, sam: type[Any], given: Iterable[str]) -> None:
+    """Refuse what is easily passed by mistake: an optimizer for its class, a model for its parameters, a misspelling.
+
+    Args:
+        params: The parameters.
+        base_optimizer: The class of the base optimizer.
+        sam: The class that is built.
+        given: Names of arguments for the base optimizer.
+    """
     if isinstance(base_optimizer, Optimizer):
         raise UserTypeError(
             f"base_optimizer must be a class, but is an instance of {type(base_optimizer).__name__}; "
@@ -61,6 +69,38 @@ def check_arguments(params: Any, base_optimizer: Any) -> None:
         raise UserTypeError(f"base_optimizer must be a class such as torch.optim.SGD, but is {base_optimizer!r}")
     if isinstance(params, nn.Module):
         raise UserTypeError("params must be parameters or parameter groups, but is a module; pass model.parameters()")
+    check_names("SAM", option_names(sam), base_optimizer, given)
+
+
+def check_names(what: str, own: Sequence[str], base_optimizer: Any, given: Iterable[str]) -> None:
+    """Refuse a misspelled argument, which would be the base optimizer's and is not.
+
+    Args:
+        what: What was called.
+        own: The names of its options.
+        base_optimizer: Gets all others. Nothing is refused if it takes any name, or does not tell which.
+        given: The names of what it is to get.
+    """
+    try:
+        base = inspect.signature(base_optimizer).parameters
+    except (TypeError, ValueError):
+        return
+    unknown = [name for name in given if name not in base]
+    if not unknown or any(parameter.kind is parameter.VAR_KEYWORD for parameter in base.values()):
+        return
+    base_name = getattr(base_optimizer, "__name__", "the base optimizer")
+    close = difflib.get_close_matches(unknown[0], [*own, *base], 1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    raise UserTypeError(
+        f"{unknown[0]!r} is an argument neither of {what} nor of {base_name}: {hint}{what} has {', '.join(own)}; all "
+        f"others go to {base_name}"
+    )
+
+
+def option_names(function: Callable[..., Any]) -> list[str]:
+    """Return the names of a function's arguments that have a default."""
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.default is not p.empty]
 
 
 def check_base(base: Any) -> None:

@@ -113,7 +113,7 @@ class SAM(Wrapper):
         process_group: Any | None = None,
         **base_arguments: Any,
     ) -> None:
-        check_arguments(params, base_optimizer)
+        check_arguments(params, base_optimizer, SAM, base_arguments)
         base = base_optimizer(params, **base_arguments)
         check_base(base)
         check_rho(rho)

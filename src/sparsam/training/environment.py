@@ -12,6 +12,8 @@ import torch
 
 from sparsam import __version__
 from sparsam.distributed.groups import group_size
+from sparsam.errors import warn
+from sparsam.runs.directory import RunDirectory
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
@@ -28,6 +30,20 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "git": git_commit(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def warn_if_moved(directory: RunDirectory, device: torch.device) -> None:
+    """Warn if a run goes on with another number of processes, or on another kind of device, than it began with."""
+    if not (directory.path / "environment.json").is_file():
+        return
+    begun, here = directory.read("environment.json").values, describe_environment(device)
+    moved = [
+        f"{key} was {begun[key]} and is {here[key]}"
+        for key in ("processes", "device")
+        if key in begun and begun[key] != here[key]
+    ]
+    if moved:
+        warn(f"{directory.path} will not end with the numbers of an uninterrupted run: {'; '.join(moved)}")
 
 
 def device_name(device: torch.device) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from sparsam.runs.directory import RunDirectory
 from sparsam.runs.recipe import Recipe
-from sparsam.training.environment import default_device, describe_environment
+from sparsam.training.environment import default_device, describe_environment, warn_if_moved
 from sparsam.training.progress import Progress
 from sparsam.training.ranks import run_directory
 from sparsam.training.trainer import Trainer
@@ -70,8 +70,10 @@ def _begin(recipe: Recipe, directory: RunDirectory, device: torch.device | None,
 
 
 def _continue(directory: RunDirectory, device: torch.device | None, progress: Progress | None) -> Trainer:
-    trainer = Trainer(directory.recipe(), directory, device=device or default_device(), progress=progress)
+    device = device or default_device()
+    trainer = Trainer(directory.recipe(), directory, device=device, progress=progress)
     if directory.last.exists():
+        warn_if_moved(directory, device)
         trainer.load(directory.last)
     directory.keep_epochs(trainer.epoch)
     return trainer

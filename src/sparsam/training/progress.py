@@ -113,6 +113,7 @@ class TerminalProgress(Progress):
     def start(self, recipe: Recipe, steps: int, total_steps: int, epoch: int) -> None:
         """Draw an empty bar."""
         self.steps, self.epochs, self.epoch, self.numbers = steps, math.ceil(total_steps / steps), epoch, ""
+        self.is_short = total_steps < steps
         self._task = self._bar.add_task(
             f"{self.place and f'Run {self.place}: '}{recipe.method} seed {recipe.train.seed}",
             total=total_steps,
@@ -147,6 +148,8 @@ class TerminalProgress(Progress):
     def done(self, summary: dict[str, Any]) -> None:
         """Leave one line."""
         epochs = "1 epoch" if summary["epochs"] == 1 else f"last of {summary['epochs']} epochs"
+        if self.is_short:
+            epochs = f"{summary['steps']} step{'' if summary['steps'] == 1 else 's'}"
         time = "" if summary["step_ms"] is None else f", {summary['step_ms']:.2f} ms/step"
         self._bar.console.print(
             f"{summary['method']:8} seed {summary['seed']}: {100 * summary['test_accuracy']:.2f} % "

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sparsam.data.loaders import Part
 from sparsam.distributed.groups import average, group_size
 from sparsam.errors import UserValueError
+from sparsam.randomness import random_generator
 from sparsam.runs.directory import RunDirectory
 from sparsam.runs.recipe import Recipe
 
@@ -58,6 +59,18 @@ class Ranks:
         if self.size == 1:
             return model
         return DistributedDataParallel(model, device_ids=None if device.type == "cpu" else [device])
+
+    def draw_apart(self, seed: int) -> None:
+        """Let dropout draw other random numbers in each process from here on; the first goes on as if it were alone."""
+        if not self.first:
+            torch.manual_seed(random_generator(seed, self.rank).initial_seed())
+
+    def gather(self, value: Tensor) -> Tensor:
+        """Return the tensors of all processes as the rows of one; they have the same shape and are on the CPU."""
+        rows = [value] if self.size == 1 else [torch.empty_like(value) for _ in range(self.size)]
+        if self.size > 1:
+            dist.all_gather(rows, value)
+        return torch.stack(rows)
 
     def average(self, value: Tensor) -> None:
         """Let a tensor be its mean over the processes."""

@@ -72,6 +72,7 @@ class Trainer:
         self.opt = build_optimizer(recipe, run, captured=is_captured(recipe, self.device))
         self.sam = self.opt if isinstance(self.opt, SAM) else None
         self.step = TrainingStep(recipe, self.replica, self.opt, self.device)
+        self.ranks.draw_apart(recipe.train.seed)
 
         self.epoch = self.batch = 0  # the next batch to train on
         self.loss_sum = torch.zeros((), device=self.device)  # of the epoch so far
@@ -300,11 +301,11 @@ class Trainer:
     # --------------------------------------------------------------------------------------------- checkpoints
 
     def save(self, path: Any) -> None:
-        """Write everything that the rest of the run depends on; it is the same for all processes."""
+        """Write all that the rest of the run depends on; it is the same for all processes, except random numbers."""
         self.ranks.average(self.loss_sum)
-        rng = {"cpu": torch.get_rng_state()}
+        rng = {"cpu": self.ranks.gather(torch.get_rng_state())}
         if self.device.type == "cuda":
-            rng["cuda"] = torch.cuda.get_rng_state(self.device)
+            rng["cuda"] = self.ranks.gather(torch.cuda.get_rng_state(self.device))
         self._write(
             path,
             {
@@ -337,9 +338,12 @@ class Trainer:
             group.update({key: _as_built(own[key], group[key]) for key in OF_THE_DEVICE if key in group})
         if self.step.scaler:
             self.step.scaler.load_state_dict(saved["scaler"])
-        torch.set_rng_state(saved["rng"]["cpu"].cpu())
-        if self.device.type == "cuda" and "cuda" in saved["rng"]:  # not if the run comes from a CPU
-            torch.cuda.set_rng_state(saved["rng"]["cuda"].cpu(), self.device)
+        rng = {kind: states.cpu().reshape(-1, states.shape[-1]) for kind, states in saved["rng"].items()}
+        rank = self.ranks.rank
+        if rank < len(rng["cpu"]):  # it has a row for each process that there was
+            torch.set_rng_state(rng["cpu"][rank].clone())  # torch crashes with a view
+            if self.device.type == "cuda" and "cuda" in rng:  # not if the run comes from a CPU
+                torch.cuda.set_rng_state(rng["cuda"][rank].clone(), self.device)
         self.epoch, self.batch = saved["epoch"], saved["batch"]
         self.loss_sum.copy_(saved["loss_sum"])
         self.seconds, self.elapsed, self.best = saved["seconds"], saved["elapsed"], saved["best"]
