@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from sparsam.checks import check_choice, check_whole
-from sparsam.distributed.shards import aligned, any_dtensor, check_same_everywhere, fsdp_modules, local
+from sparsam.distributed.shards import aligned, any_dtensor, check_same_everywhere, fsdp_modules, local_parts
 from sparsam.errors import UserValueError
 from sparsam.passes import call_model, eval_mode, model_arguments
 
@@ -97,7 +97,7 @@ def diagonal_fisher(
             else:
                 for sum_of_squares, g in zip(total, _each_gradient(model, loss_fn, x, y), strict=True):
                     sum_of_squares += g.to(sum_of_squares.dtype).square().sum(0)
-    torch._foreach_div_([local(t) for t in total], samples)
+    torch._foreach_div_(local_parts(total), samples)
     return total
 
 
@@ -139,8 +139,8 @@ class _Losses:
 
 
 def _add_squares(total: list[Tensor], gradients: list[Tensor]) -> None:
-    wide = [local(g).to(t.dtype) for t, g in zip(total, gradients, strict=True)]
-    torch._foreach_addcmul_([local(t) for t in total], wide, wide)
+    gradients = local_parts(gradients)
+    torch._foreach_addcmul_(local_parts(total), gradients, gradients)  # of half precision: widened before it is squared
 
 
 def _signed_gradient(
