@@ -38,3 +38,17 @@ def test_ratios_are_those_of_the_rounds(script, tmp_path):
         ratios = [own / base for own, base in zip(row["rounds_ms"], plain, strict=True)]
         assert row["ratio"] == pytest.approx(statistics.median(ratios))
         assert f"| {name} | " in done.stdout
+
+
+@pytest.mark.slow
+def test_the_cost_of_the_fisher_is_that_of_the_rounds(tmp_path):
+    output = tmp_path / "result.json"
+    command = [sys.executable, ROOT / "benchmarks" / "fisher.py", "--resnet18", 2, "--repeats", 3, "--json", output]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    times = json.loads(output.read_text())["seconds"]
+    unit, signs = times["batch gradient"], times["signs, chunks of 32"]
+    assert len(unit) == len(signs) == 3
+    ratio = statistics.median(own / base for own, base in zip(signs, unit, strict=True))
+    assert f"| {ratio:.2f} (" in done.stdout

@@ -79,6 +79,36 @@ def test_losses_of_a_chunk_are_computed_at_once(loss, calls):
     assert_same(got, signs_fisher(t.model, lambda o, y: loss(o, y).sum(), t.x, t.y, signs, 32))
 
 
+@pytest.mark.parametrize("case", ["classes", "ignored", "sequences", "probabilities"])
+def test_cross_entropy_itself_is_the_loss_that_sees_one_sample(case):
+    """It has a shorter way than others; a function around it takes the common one."""
+
+    class PerPosition(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).transpose(1, 2)
+
+    model = (PerPosition if case == "sequences" else nn.Linear)(5, 3).double()
+    x = torch.randn(6, 4, 5, dtype=torch.float64) if case == "sequences" else torch.randn(6, 5, dtype=torch.float64)
+    y = torch.randint(0, 3, (6, 4) if case == "sequences" else (6,))
+    if case == "ignored":
+        y[2] = -100
+    if case == "probabilities":
+        y = torch.randn(6, 3, dtype=torch.float64).softmax(1)
+
+    def signs(loss_fn, chunk_size):
+        options = {"chunk_size": chunk_size, "generator": torch.Generator().manual_seed(3)}
+        return diagonal_fisher(model, loss_fn, x, y, method="signs", **options)
+
+    def ours(outputs, targets):
+        return F.cross_entropy(outputs, targets)
+
+    for a, b in zip(signs(F.cross_entropy, 3), signs(ours, 3), strict=True):
+        torch.testing.assert_close(a, b, **TOLERANCE)
+    exact = diagonal_fisher(model, F.cross_entropy, x, y)
+    for a, b in zip(signs(F.cross_entropy, 1), exact, strict=True):
+        torch.testing.assert_close(a, b, **TOLERANCE)
+
+
 def test_a_loss_of_nested_outputs_and_targets():
     class Two(nn.Module):
         def __init__(self):
