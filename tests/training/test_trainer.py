@@ -17,6 +17,7 @@ from cases import same
 from sparsam import refresh_batchnorm
 from sparsam.analysis.run_objective import load_objective, run_mask
 from sparsam.errors import UserError
+from sparsam.passes import is_compiled
 from sparsam.runs.build import build_loader, build_network
 from sparsam.runs.directory import RunDirectory
 from sparsam.training import RecipeError, train
@@ -312,3 +313,13 @@ def test_batchnorm_can_be_refreshed_at_the_end(tmp_path, method):
     assert metrics[-1]["fresh_test_loss"] == pytest.approx(F.cross_entropy(outputs, y).item(), rel=1e-5)
     assert metrics[-1]["fresh_test_loss"] != metrics[-1]["test_loss"]
     assert summary["extra"] == {"Accuracy with fresh BatchNorm, %": 100 * metrics[-1]["fresh_test_accuracy"]}
+
+
+def test_a_compiled_run_is_measured_without_compiling(tmp_path):
+    """Compiling takes longer than what is measured."""
+    train(recipe("sgd", "train.max_steps=1"), tmp_path / "run", device=CPU)
+    file = tmp_path / "run" / "recipe.json"
+    file.write_text(file.read_text().replace('"compile": false', '"compile": true'))
+    assert RunDirectory(tmp_path / "run").recipe().train.compile
+    objective = load_objective(tmp_path / "run", samples=10)
+    assert not any(is_compiled(module) for module in objective.model.modules())

@@ -44,6 +44,7 @@ def load_objective(
     recipe, device = directory.recipe(), device or torch.device("cpu")
     if data_root is not None:
         recipe = replace(recipe, data=replace(recipe.data, root=str(data_root)))
+    recipe = replace(recipe, train=replace(recipe.train, compile=False))  # which takes longer than it saves here
     loader = build_loader(recipe, device)
     model = build_network(recipe, loader.classes, loader.channels, device)
     saved = load_checkpoint(directory.best if best else directory.last, device)
