@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import weakref
 
 import pytest
 import torch
@@ -392,28 +393,44 @@ def test_a_new_path_is_not_proven_in_a_graph(way, because, captures):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_old_graphs_among_garbage_do_not_end_a_capture():
-    def captured_step():
+def test_an_old_graph_among_garbage_does_not_end_a_capture():
+    """A step with a graph becomes garbage while another is captured: Python's collector must wait."""
+    old, freed = [], []
+
+    def captured_step(during_capture):
         t = cuda_task(dtype=torch.float32)
         opt = optimizer(t)
-        step = CapturedStep(opt, t.closure(opt))
-        step.itself = step  # freed by Python's collector alone
+        closure = t.closure(opt)
+
+        def watched():
+            if torch.cuda.is_current_stream_capturing():
+                during_capture()
+            return closure()
+
+        step = CapturedStep(opt, watched)
+        step.itself = step  # only the collector frees it
         for _ in range(4):
             loss = step()
         assert step._graphs
-        return loss.item()
+        return step, loss.item()
 
+    def drop():
+        old.clear()
+        [[] for _ in range(1000)]  # each may set the collector off
+
+    step, first = captured_step(lambda: None)
+    weakref.finalize(step, freed.append, True)
+    old.append(step)
+    del step
     thresholds = gc.get_threshold()
-    gc.collect()
-    gc.disable()
+    gc.set_threshold(1, 1, 1)
     try:
-        first = captured_step()
-        gc.set_threshold(1, 1, 1)
-        gc.enable()
-        assert captured_step() == pytest.approx(first, rel=1e-5)
+        _, second = captured_step(drop)
     finally:
         gc.set_threshold(*thresholds)
-        gc.enable()
+    assert second == pytest.approx(first, rel=1e-5)
+    gc.collect()
+    assert freed
 
 
 @pytest.mark.parametrize("ascent", [MomentumAscent(0.3), FriendlyAscent()])

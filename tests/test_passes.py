@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from sparsam import SAM, LastSteps, SuffixMask
+from sparsam.passes import SMALL
 
 
 class Means(nn.Module):
@@ -83,6 +84,37 @@ def test_every_buffer_moves_once_a_step(name, way):
             opt.step(closure)
         for (key, buffer), (_, expected) in zip(model.named_buffers(), once.named_buffers(), strict=True):
             assert torch.equal(buffer, expected), key
+
+
+class OwnForward(nn.BatchNorm1d):
+    """Which cannot be told to track no statistics."""
+
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+@pytest.mark.parametrize("kind", ["torch's own", "own forward", "compiled"])
+def test_statistics_of_a_wide_batch_norm_move_once(kind):
+    """torch counts no versions of them."""
+    features = SMALL + 1
+    norm = OwnForward(features) if kind == "own forward" else nn.BatchNorm1d(features)
+    model, x = nn.Sequential(norm), torch.linspace(-1, 1, 4 * features).reshape(4, features).sin()
+    plain = copy.deepcopy(model)
+    if kind == "compiled":
+        model.compile(backend="aot_eager")
+    opt = SAM(model.parameters(), torch.optim.SGD, rho=0.5, lr=0.0, model=model)
+
+    def closure():
+        opt.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        opt.step(closure)
+        plain(x)
+    torch.testing.assert_close(norm.running_var, plain[0].running_var)
+    torch.testing.assert_close(norm.running_mean, plain[0].running_mean)
 
 
 def test_constant_buffers_are_not_copied():

@@ -20,10 +20,8 @@ from torch.utils._pytree import tree_map_only
 
 from sparsam.checks import check_module
 from sparsam.errors import UserValueError
-from sparsam.passes import model_arguments, preserve_state
+from sparsam.passes import STATISTICS, model_arguments, preserve_state
 from sparsam.replay.modules import unwrap
-
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 @torch.no_grad()

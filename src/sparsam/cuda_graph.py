@@ -117,7 +117,7 @@ class CapturedStep:
         grads = [p.grad for p in params]
         try:
             # On a stream of its own: graphs of one stream share cuBLAS' workspace, and another run's may run beside it.
-            with _no_collection(), torch.cuda.graph(graph, pool=pool, stream=self._stream):
+            with _gc_disabled(), torch.cuda.graph(graph, pool=pool, stream=self._stream):
                 loss = self._step()
         except CaptureError:
             for p, grad in zip(params, grads, strict=True):
@@ -134,8 +134,8 @@ class CapturedStep:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
-    """Let Python collect no garbage inside the block: an old graph that is freed then ends a capture."""
+def _gc_disabled() -> Iterator[None]:
+    """Freeing an old CUDA graph during a capture ends the capture, so Python's collector is off in this block."""
     enabled = gc.isenabled()
     gc.disable()
     try:

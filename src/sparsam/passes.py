@@ -16,6 +16,7 @@ from sparsam.perturbation import restore, save
 from sparsam.randomness import RngState, fork_rng, get_rng_state, set_rng_state
 
 SMALL = 2**16  # buffers of so many numbers are always kept: they could move unseen, through .data
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # which batch_norm moves unseen
 
 Closure = Callable[[], Any]
 
@@ -117,7 +118,11 @@ class Passes:
                 place
                 for place in self._places
                 if place.module in modules
-                and (place.buffer.numel() <= SMALL or (place.module, place.name) in self._moving)
+                and (
+                    place.buffer.numel() <= SMALL
+                    or place.name in STATISTICS
+                    or (place.module, place.name) in self._moving
+                )
             )
         )
         for module in self._tracking:

@@ -149,6 +149,10 @@ def test_from_a_folder_draws_what_was_measured_without_the_weights(own, reproduc
     assert f"{100 * measured['below_zero']['']:.1f}" in shown
     for picture in ("figure1/gradients.png", "figure3/sparsity.png", "figure4/landscape.html"):
         assert (drawn / picture).is_file()
+    file = kept / "digits-sam-epochs2-seed0" / "analysis" / "gradients.json"
+    file.write_text(json.dumps({**measured, "epochs": 1}))
+    late = invoke("reproduce", own, "--epochs", 2, "--from", kept, "-o", drawn)
+    assert "was measured after epoch 1, but has 2 epochs now: measure it again" in " ".join(late.stderr.split())
     for file in kept.rglob("analysis/*"):
         file.unlink()
     again = invoke("reproduce", own, "--epochs", 2, "--from", kept, "-o", drawn).stdout

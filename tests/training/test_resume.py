@@ -119,9 +119,9 @@ def test_resume_without_a_checkpoint_starts_again(tmp_path, whole):
 @pytest.mark.parametrize(
     ("begun", "moved"),
     [
-        ({"processes": 2}, "processes was 2 and is 1"),
-        ({"device": "NVIDIA H200"}, "device was NVIDIA H200 and is cpu"),
-        ({"processes": 4, "device": "mps"}, "processes was 4 and is 1; device was mps and is cpu"),
+        ({"processes": 2}, "processes: 2 at its start, 1 now"),
+        ({"device": "NVIDIA H200"}, "device: NVIDIA H200 at its start, cpu now"),
+        ({"processes": 4, "device": "mps"}, "processes: 4 at its start, 1 now; device: mps at its start, cpu now"),
         ({}, None),
     ],
 )

@@ -91,8 +91,10 @@ def test_more_steps_than_the_epochs_have_are_not_taken(tmp_path):
     assert (summary["steps"], summary["epochs"]) == (12, 1)
 
 
-@pytest.mark.parametrize(("steps", "words"), [(5, "5 steps"), (1, "1 step"), (12, "1 epoch"), (15, "last of 2 epochs")])
-def test_a_terminal_shows_steps_where_a_run_is_shorter_than_an_epoch(tmp_path, capsys, steps, words):
+@pytest.mark.parametrize(
+    ("steps", "words"), [(5, "5 steps"), (1, "1 step"), (15, "15 steps"), (99, "last of 2 epochs")]
+)
+def test_a_terminal_shows_steps_where_these_end_a_run(tmp_path, capsys, steps, words):
     run = recipe("sgd", f"train.max_steps={steps}")
     train(run, tmp_path / "run", device=CPU, progress=TerminalProgress())
     shown = " ".join(capsys.readouterr().out.split())

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rich
+from rich.markup import escape
 
-from sparsam.runs.results import outdated, read_result, result_file
+from sparsam.cli.analysis import warn_outdated
+from sparsam.runs.files import RunError
+from sparsam.runs.results import check_shared, outdated, read_result, result_file
 
 if TYPE_CHECKING:
     from sparsam.reproduce.comparison import Result
@@ -68,18 +71,35 @@ def redraw_figure(experiment: Experiment, results: Sequence[Result], output: Pat
         return
     of_rows = [result.method.runs for result in results if result.method]
     measured = [[run for run in runs if result_file(run.directory, MEASURED[shows]).is_file()] for runs in of_rows]
-    directories = [runs[0].directory for runs in measured if runs]
+    directories, folder = [runs[0].directory for runs in measured if runs], output / experiment.name
     if not directories:
         rich.print(f"{experiment.name}: nothing was measured of these runs, and that needs their weights")
-    elif shows == "landscape":
-        from sparsam.cli import landscape
+        return
+    try:
+        if shows == "landscape":
+            _redraw_landscape(directories, folder)
+        else:
+            _redraw_results(shows, directories, folder)
+    except RunError as error:  # other figures may still be drawn
+        rich.print(f"{experiment.name} is not drawn: {escape(str(error))}")
 
-        landscape.show(directories, [landscape.load(run, 2) for run in directories], output / experiment.name)
-    else:
-        from sparsam.cli import gradients, hessian
 
-        show = gradients.show if shows == "gradients" else hessian.show
-        show(directories, [read_result(run, shows) for run in directories], output / experiment.name)
+def _redraw_landscape(runs: Sequence[Path], folder: Path) -> None:
+    from sparsam.cli import landscape
+
+    found = [landscape.load(run, 2) for run in runs]
+    warn_outdated(runs, [shown.about for shown in found])
+    landscape.show(runs, found, folder)
+
+
+def _redraw_results(shows: str, runs: Sequence[Path], folder: Path) -> None:
+    from sparsam.cli import gradients, hessian
+
+    command: Any = gradients if shows == "gradients" else hessian
+    found = [read_result(run, shows) for run in runs]
+    check_shared(runs, found, command.SHARED)
+    warn_outdated(runs, found)
+    command.show(runs, found, folder)
 
 
 def _curves(runs: Sequence[Run], folder: Path) -> None:

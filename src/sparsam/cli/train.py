@@ -79,26 +79,26 @@ def _train(
             )
         path = resume
         if first and run_directory(path).finished:
-            end = _early_end(run_directory(path))
-            print(f"{path} is finished already{end and f': it ended after {end}, its train.max_steps'}")
+            print(f"{path} is finished already{_early_end(run_directory(path))}")
         summary = resume_run(path, device=device, progress=progress)
     else:
         raise UserValueError("train needs either a recipe or --resume DIR")
     if first:
-        print(f"{_accuracy(summary, _early_end(run_directory(path)))}; everything is in {path}")
+        print(f"{_accuracy(summary, run_directory(path).recipe().train.max_steps)}; everything is in {path}")
 
 
 def _early_end(run: RunDirectory) -> str:
-    """Return after how many steps train.max_steps has ended a run; nothing if it has not."""
     steps = run.recipe().train.max_steps
-    return f"{steps} step{'' if steps == 1 else 's'}" if steps and run.summary().get("steps") == steps else ""
+    if steps is None or run.summary().get("steps") != steps:
+        return ""
+    return f": it ended after {steps} step{'' if steps == 1 else 's'}, its train.max_steps"
 
 
-def _accuracy(summary: dict[str, Any], early_end: str) -> str:
+def _accuracy(summary: dict[str, Any], max_steps: int | None) -> str:
+    from sparsam.training.progress import length_of
+
     last, best = (f"{100 * summary[key]:.2f} %" for key in ("test_accuracy", "best_accuracy"))
-    epochs = summary["epochs"]
-    return f"{summary['method']}: {last} of the {summary['evaluated_on']} images are classified correctly after " + (
-        (early_end or "1 epoch")
-        if epochs == 1
-        else f"the last of {epochs} epochs (best: {best}, epoch {summary['best_epoch']})"
-    )
+    length = length_of(summary, max_steps).replace("last of", "the last of")
+    peak = f" (best: {best}, epoch {summary['best_epoch']})" if summary["epochs"] > 1 else ""
+    images = f"{last} of the {summary['evaluated_on']} images"
+    return f"{summary['method']}: {images} are classified correctly after {length}{peak}"

@@ -111,7 +111,7 @@ class Recorder:
         reach: Called where the cut is reached: it fills in `before` and `sums`, and may leave the recording open.
         needs_gradient: Tells whether the suffix must see an input that requires a gradient.
         gradients: Returns the gradients of a module's parameters.
-        draws: Whether random numbers may be drawn before the cut.
+        keeps_random: Whether to keep the random states that modules leave.
     """
 
     def __init__(
@@ -120,10 +120,10 @@ class Recorder:
         reach: Callable[[Recording], None],
         needs_gradient: Callable[[Recording], bool],
         gradients: Callable[[str], list[Tensor | None]],
-        draws: bool,
+        keeps_random: bool,
     ) -> None:
         self.recording, self.reach, self.needs_gradient, self.gradients = recording, reach, needs_gradient, gradients
-        self.draws = draws
+        self.keeps_random = keeps_random
         self._detach: Callable[[Tensor], Tensor] = Tensor.detach
         self._watched: set[Node] = set()
         self._known: set[Node] = set()  # nodes that modules have returned
@@ -154,7 +154,7 @@ class Recorder:
             tensors = tensors_in(output)
             self._known.update(node for t in tensors if (node := node_of(t)) is not None)
             self._watch(tensors)
-            random = get_rng_state(recording.devices) if self.draws else {}
+            random = get_rng_state(recording.devices) if self.keeps_random else {}
             recording.calls.append(PastCall(name, plain_arguments(args, kwargs), keep(output), random))
         return output
 
@@ -217,7 +217,7 @@ class Recorder:
             recording.stay_open(
                 f"gradients were off where {recording.cut!r} was called (checkpointing? pass use_reentrant=False)"
             )
-        if not self.draws and recording.draws:
+        if not self.keeps_random and recording.draws:
             recording.stay_open(f"random numbers are drawn before {recording.cut!r}, and were not in earlier steps")
         self.reach(recording)
         if recording.before is not None and not recording.before.trained_after:

@@ -84,7 +84,7 @@ class Replay:
         self._places: Places | None = None
         self._ahead: list[tuple[str, nn.Module]] = []  # modules before the cut, from the next step on
         self._parameters: dict[str, list[nn.Parameter]] = {}  # of modules before the cut
-        self._draws: bool | None = None  # whether random numbers were ever drawn before the cut; None: not known yet
+        self._keeps_random: bool | None = None  # whether random numbers were ever drawn before the cut, as far as known
         self._modules: list[nn.Module] = []  # of the model, as the latest first pass found them
         self._skipped: dict[tuple[frozenset[str], ...], set[nn.Module]] = {}  # those before the cut, by what is called
         self._equal_copies = False  # whether the closure makes its batch anew in each call, with the same values
@@ -144,14 +144,14 @@ class Replay:
         if self._sharded:
             self._by_name = dict(self.model.named_parameters(remove_duplicate=False))
             recording.stay_open(SHARDED)
-        reach, draws = partial(self._reach, proof=proof), self._draws is not False
-        recorder = Recorder(recording, reach, self._needs_gradient, self._gradients, draws)
+        reach, keeps_random = partial(self._reach, proof=proof), self._keeps_random is not False
+        recorder = Recorder(recording, reach, self._needs_gradient, self._gradients, keeps_random)
         with self.alone(), self._intercepted(recorder):
             yield recording
         for hook in recording.hooks:
             hook.remove()
         if recording.input is not None:
-            self._draws = self._draws or recording.draws
+            self._keeps_random = self._keeps_random or recording.draws
         self.recording = recording
         self._steps += not proof
 

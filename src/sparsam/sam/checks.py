@@ -88,8 +88,8 @@ def check_names(what: str, own: Sequence[str], base_optimizer: Any, given: Itera
     unknown = [name for name in given if name not in base]
     if not unknown or any(parameter.kind is parameter.VAR_KEYWORD for parameter in base.values()):
         return
-    base_name = getattr(base_optimizer, "__name__", "the base optimizer")
-    close = difflib.get_close_matches(unknown[0], [*own, *base], 1)
+    base_name = getattr(base_optimizer, "__name__", "<lambda>").replace("<lambda>", "the base optimizer")
+    close = difflib.get_close_matches(unknown[0], [*own, *base], 1, cutoff=0.7)
     hint = f"did you mean {close[0]}? " if close else ""
     raise UserTypeError(
         f"{unknown[0]!r} is an argument neither of {what} nor of {base_name}: {hint}{what} has {', '.join(own)}; all "

@@ -48,8 +48,8 @@ class ClosureCheck:
         accumulated = used is not None and used.any_new(params)
         code = getattr(closure, "__code__", type(closure))  # a closure is mostly made anew in each step
         checks = code not in self._proven and not accumulated
-        looks = checks or accumulated  # elsewhere nothing must keep the memory of old gradients
-        before = [(p, p.grad) for p in params if p.grad is not None] if looks else []
+        needs_old = checks or accumulated  # elsewhere nothing must keep the memory of old gradients
+        before = [(p, p.grad) for p in params if p.grad is not None] if needs_old else []
         dense = [(p, grad) for p, grad in before if grad.layout == torch.strided] if checks else []
         for _, grad in dense:
             grad.fill_(torch.nan)

@@ -38,7 +38,7 @@ def warn_if_moved(directory: RunDirectory, device: torch.device) -> None:
         return
     begun, here = directory.read("environment.json").values, describe_environment(device)
     moved = [
-        f"{key} was {begun[key]} and is {here[key]}"
+        f"{key}: {begun[key]} at its start, {here[key]} now"
         for key in ("processes", "device")
         if key in begun and begun[key] != here[key]
     ]

@@ -113,7 +113,7 @@ class TerminalProgress(Progress):
     def start(self, recipe: Recipe, steps: int, total_steps: int, epoch: int) -> None:
         """Draw an empty bar."""
         self.steps, self.epochs, self.epoch, self.numbers = steps, math.ceil(total_steps / steps), epoch, ""
-        self.is_short = total_steps < steps
+        self.max_steps = recipe.train.max_steps
         self._task = self._bar.add_task(
             f"{self.place and f'Run {self.place}: '}{recipe.method} seed {recipe.train.seed}",
             total=total_steps,
@@ -147,14 +147,19 @@ class TerminalProgress(Progress):
 
     def done(self, summary: dict[str, Any]) -> None:
         """Leave one line."""
-        epochs = "1 epoch" if summary["epochs"] == 1 else f"last of {summary['epochs']} epochs"
-        if self.is_short:
-            epochs = f"{summary['steps']} step{'' if summary['steps'] == 1 else 's'}"
         time = "" if summary["step_ms"] is None else f", {summary['step_ms']:.2f} ms/step"
         self._bar.console.print(
             f"{summary['method']:8} seed {summary['seed']}: {100 * summary['test_accuracy']:.2f} % "
-            f"({summary['evaluated_on']}, {epochs}){time}"
+            f"({summary['evaluated_on']}, {length_of(summary, self.max_steps)}){time}"
         )
+
+
+def length_of(summary: dict[str, Any], max_steps: int | None) -> str:
+    """Return how long a run was: in steps where `train.max_steps` has ended it, else in epochs."""
+    steps, epochs = summary["steps"], summary["epochs"]
+    if steps == max_steps:
+        return f"{steps} step{'' if steps == 1 else 's'}"
+    return "1 epoch" if epochs == 1 else f"last of {epochs} epochs"
 
 
 def suitable_progress(*, epochs: bool = True) -> Progress:

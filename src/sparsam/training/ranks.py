@@ -60,7 +60,7 @@ class Ranks:
             return model
         return DistributedDataParallel(model, device_ids=None if device.type == "cpu" else [device])
 
-    def draw_apart(self, seed: int) -> None:
+    def seed_by_rank(self, seed: int) -> None:
         """Let dropout draw other random numbers in each process from here on; the first goes on as if it were alone."""
         if not self.first:
             torch.manual_seed(random_generator(seed, self.rank).initial_seed())

@@ -72,7 +72,7 @@ class Trainer:
         self.opt = build_optimizer(recipe, run, captured=is_captured(recipe, self.device))
         self.sam = self.opt if isinstance(self.opt, SAM) else None
         self.step = TrainingStep(recipe, self.replica, self.opt, self.device)
-        self.ranks.draw_apart(recipe.train.seed)
+        self.ranks.seed_by_rank(recipe.train.seed)
 
         self.epoch = self.batch = 0  # the next batch to train on
         self.loss_sum = torch.zeros((), device=self.device)  # of the epoch so far
