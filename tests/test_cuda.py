@@ -408,15 +408,17 @@ def test_an_old_graph_among_garbage_does_not_end_a_capture():
             return closure()
 
         step = CapturedStep(opt, watched)
-        step.itself = step  # only the collector frees it
         for _ in range(4):
             loss = step()
         assert step._graphs
         return step, loss.item()
 
     def drop():
+        garbage = old[:]
         old.clear()
-        [[] for _ in range(1000)]  # each may set the collector off
+        garbage.append(garbage)  # so that only the collector frees it
+        del garbage
+        [[] for _ in range(1000)]  # which sets the collector off, if it is on
 
     step, first = captured_step(lambda: None)
     weakref.finalize(step, freed.append, True)
