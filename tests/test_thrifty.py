@@ -245,6 +245,13 @@ def test_arguments_of_sam_are_passed_on():
     assert thrifty(model, torch.optim.SGD, x, total_steps=9, budget=1.6, adaptive=True, **BASE).adaptive
 
 
+def test_a_budget_in_percent_gives_a_warning():
+    model, (x, _) = CASES["vgg"].model(), CASES["vgg"].batch()
+    words = r"^budget is 115, far more than can be spent \(from .*, in the last 100 % of 9 steps: 2\.\d+ base steps\)"
+    with pytest.warns(UserWarning, match=words + "; it is a factor, such as 1.15$"):
+        thrifty(model, torch.optim.SGD, x, total_steps=9, budget=115, **BASE)
+
+
 def test_few_weights_give_a_warning():
     with pytest.warns(
         UserWarning,

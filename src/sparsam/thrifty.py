@@ -156,6 +156,8 @@ def thrifty(
     _log.info("thrifty: %s", choice)
     if choice.weights < FEW_WEIGHTS:
         warn(f"thrifty perturbs few weights: {choice}; a larger budget, or cut=, perturbs more")
+    if cut is None and fraction is None and budget > 2 * choice.cost:
+        warn(f"budget is {budget:g}, far more than can be spent ({choice}); it is a factor, such as {BUDGET}")
     return opt
 
 

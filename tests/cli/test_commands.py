@@ -252,7 +252,7 @@ def test_recipes_are_filtered_and_grouped():
         line.split()[0] if line.strip() else "" for line in invoke("recipes", "SSAM-c", width=200).stdout.splitlines()
     ]
     assert names[3:-1] == ["cifar100-resnet18-ssam-c", "", "digits-ssam-c"]
-    assert "experimental" in invoke("recipes", "ssam-c", width=200).stdout
+    assert "along the momentum" in invoke("recipes", "ssam-c", width=200).stdout
 
 
 def test_every_recipe_is_packaged():

@@ -20,11 +20,11 @@ from sparsam.replay.cuts import Cut
 from sparsam.thrifty import FRIENDLY, bought, choose
 
 SMALL = ["--batch-size", 2, "--image-size", 16, "--device", "cpu"]
-ROW = re.compile(r"^ (\S+) +(\d+\.\d\d) +(\d\.\d\d) +(\d\.\d\d) +(\d+\.\d)(?: +(← thrifty))? *$", re.M)
+ROW = re.compile(r"^ (\S+) +(\d+\.\d\d) +(\d\.\d\d) +(\d\.\d\d) +(\d\.\d\d) +(\d+\.\d)(?: +(← thrifty))? *$", re.M)
 
 
 def rows(text):
-    """The table: name, weights after, step counted, step measured, steps that the budget buys, and the mark."""
+    """The table: name, weights after, SAM and F-SAM counted, measured, steps that the budget buys, and the mark."""
     return [row.groups() for row in ROW.finditer(text)]
 
 
@@ -58,17 +58,19 @@ def test_lists_the_cuts_with_their_weights():
     model = build_model("resnet18", 10)
     counts = count_costs(model, torch.ones(2, 3, 16, 16))
     costs = {cut.name: cost for cut, cost in counts.costs(FRIENDLY).items()}
-    for name, weights, counted, measured, buys, _ in table:
+    of_sam = {cut.name: cost for cut, cost in counts.costs().items()}
+    for name, weights, sam, counted, measured, buys, _ in table:
+        assert sam == f"{of_sam[name]:.2f}"
         assert weights == f"{weights_from(model, name):.2f}"
         assert counted == f"{costs[name]:.2f}"
         assert float(measured) >= 1
         assert buys == f"{100 * min(1, 0.15 / (costs[name] - 1)):.1f}"
-    assert [row[0] for row in table if row[5]] == [choose(counts, total_steps=10**6).cut]
+    assert [row[0] for row in table if row[6]] == [choose(counts, total_steps=10**6).cut]
     words = " ".join(text.split())
     assert "median of 3 timed passes" in words
     assert "2 random images of 3×16×16, 10 classes, fp32" in words
     assert f"torch {torch.__version__}" in words
-    assert "Step: cost of an F-SAM step relative to one SGD step" in words
+    assert "×: cost of a step relative to one SGD step" in words
     assert re.search(r", (1 thread|\d+ threads);", words)
     assert re.search(r'SuffixMask\(model, cut="(stem|layer|head)[.0-9]*"\)', text)
 
@@ -97,8 +99,8 @@ def test_the_shapes_of_data_that_are_not_opened():
 def test_a_budget_marks_what_thrifty_chooses(capsys, budget):
     text, counted = shown(capsys, budget=budget)
     choice = choose(made_up(0.0)[0].counts, total_steps=10**6, budget=budget)
-    assert [row[0] for row in rows(text) if row[5]] == [choice.cut]
-    assert [row[4] for row in rows(text)] == [f"{100 * bought(budget, cost):.1f}" for cost in counted.values()]
+    assert [row[0] for row in rows(text) if row[6]] == [choice.cut]
+    assert [row[5] for row in rows(text)] == [f"{100 * bought(budget, cost):.1f}" for cost in counted.values()]
     words = " ".join(text.split())
     assert f"With a budget of {budget:g} base steps thrifty SAM perturbs what follows {choice.cut}," in words
     assert f"in the last {100 * choice.fraction:.3g} % of the steps: thrifty(model," in words
@@ -107,7 +109,7 @@ def test_a_budget_marks_what_thrifty_chooses(capsys, budget):
 
 def test_the_budget_can_be_given():
     text = invoke("cuts", "resnet-small", *SMALL, "--budget", 99).stdout  # everything fits
-    assert [(row[0], row[4]) for row in rows(text) if row[5]] == [("stem", "100.0")]
+    assert [(row[0], row[5]) for row in rows(text) if row[6]] == [("stem", "100.0")]
 
 
 @pytest.mark.parametrize(("measured", "remark"), [(0.09, False), (-0.09, False), (0.11, True), (-0.11, True)])
@@ -115,7 +117,7 @@ def test_counted_and_measured_costs_that_differ_by_a_tenth_get_a_remark(capsys, 
     text, counted = shown(capsys, measured)
     assert ("Counted and measured differ by more than a tenth" in text) == remark
     assert (f"layer2 ({-measured:+.2f})" in text) == remark
-    assert [row[3] for row in rows(text)] == [f"{cost + measured:.2f}" for cost in counted.values()]
+    assert [row[4] for row in rows(text)] == [f"{cost + measured:.2f}" for cost in counted.values()]
 
 
 def test_the_example_has_the_recipes_optimizer_and_the_marked_cut(capsys, tmp_path):
@@ -123,7 +125,7 @@ def test_the_example_has_the_recipes_optimizer_and_the_marked_cut(capsys, tmp_pa
     file.write_text('[optimizer]\nname = "adamw"\n[mask]\nname = "suffix"\ncut = "head"\n')
     text, _ = shown(capsys, recipe=file)
     assert "thrifty(model, torch.optim.AdamW, x," in text
-    assert [f'SuffixMask(model, cut="{row[0]}")' in text for row in rows(text) if row[5]] == [True]
+    assert [f'SuffixMask(model, cut="{row[0]}")' in text for row in rows(text) if row[6]] == [True]
 
 
 def test_a_network_without_a_cut():

@@ -169,14 +169,17 @@ def show(recipe: Recipe, images: Images, costs: Costs, device: torch.device, bud
         raise UserValueError(f"{recipe.model.name} has no cut: nothing of a step could be left out")
     choice = choose(costs.counts, total_steps=MANY_STEPS, budget=budget)
     counted = {cut.name: cost for cut, cost in costs.counts.costs(FRIENDLY).items()}
+    of_sam = {cut.name: cost for cut, cost in costs.counts.costs().items()}
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("Cut before", no_wrap=True)
-    for heading in ("Weights after, %", "Step, ×: counted", "measured", f"{budget:g} buys, % of the steps"):
+    bought_by = f"{budget:g} buys, % of the steps"
+    for heading in ("Weights after, %", "SAM, ×: counted", "F-SAM, ×: counted", "measured", bought_by):
         table.add_column(heading, justify="right")
     different = []
     for cut, cost in costs.measured.items():
         own = counted[cut.name]
-        numbers = (f"{100 * cut.weights:.2f}", f"{own:.2f}", f"{cost:.2f}", f"{100 * bought(budget, own):.1f}")
+        steps = f"{of_sam[cut.name]:.2f}", f"{own:.2f}", f"{cost:.2f}"
+        numbers = (f"{100 * cut.weights:.2f}", *steps, f"{100 * bought(budget, own):.1f}")
         chosen = cut.name == choice.cut
         table.add_row(cut.name, *numbers, *(["← thrifty"] if chosen else []), style="bold" if chosen else "")
         if abs(own - cost) > DIFFERENT:
@@ -216,8 +219,8 @@ def _caption(recipe: Recipe, images: Images, device: torch.device) -> str:
         f"{recipe.model.name}: median of {PASSES} timed passes, forward and backward, after {WARM_UP} to warm up; "
         f"{_batch(recipe, images)}, {images.classes} classes, {recipe.train.precision}; {where}; torch "
         f"{torch.__version__}.\n"
-        f"Step: cost of an F-SAM step relative to one {BASE_METHODS[recipe.optimizer.name]} step: 1 + what follows the "
-        f"cut + the perturbation."
+        f"×: cost of a step relative to one {BASE_METHODS[recipe.optimizer.name]} step: 1 + what follows the cut + the "
+        f"perturbation. F-SAM (Friendly SAM) is how thrifty SAM perturbs; it keeps a mean of gradients."
     )
 
 

@@ -325,15 +325,16 @@ class Replay:
         self._paths.clear()
         self.settled = None
 
-    def _warn(self, reason: str | None) -> None:
+    def _warn(self, reason: str | None, *, exact: bool = True) -> None:
         if reason and not self._warned:
             self._warned = True
-            warn(f"the second pass is computed in full, exact but slower: {reason}")
+            how = "exact but slower" if exact else "and is no repetition of the first"
+            warn(f"the second pass is computed in full, {how}: {reason}")
 
-    def give_up(self, reason: str) -> None:
+    def give_up(self, reason: str, *, exact: bool = True) -> None:
         """Compute every pass in full from now on."""
         self._off = reason
-        self._warn(reason)
+        self._warn(reason, exact=exact)
 
     def warn_two_step(self) -> None:
         """Say that only step(closure) saves time."""
