@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import version
 from statistics import fmean, stdev
 
 import pytest
@@ -238,6 +239,10 @@ def test_doctor():
     text = invoke("doctor").stdout
     assert re.search(r"torch +2\.", text)
     assert "gives the right numbers" in text
+    for name in ("matplotlib", "lightning", "transformers"):  # of extras
+        assert re.search(
+            rf"^{name} +({re.escape(version(name))}|missing: .* pip install 'sparsam\[\w+\]')$", text, re.M
+        )
 
 
 def test_recipes_are_listed_with_their_first_line():

@@ -12,10 +12,16 @@ OPTIONAL = {
     "rich": ("tables and progress bars", "'sparsam[train]'"),
     "sklearn": ("the embedded digits", "'sparsam[train]'"),
     "PIL": ("image folders", "'sparsam[train]'"),
+    "matplotlib": ("figures", "'sparsam[analysis]'"),
     "tensorboard": ("TensorBoard events", "'sparsam[tensorboard]'"),
+    "ray": ("runs on a cluster", "'sparsam[ray]'"),
+    "lightning": ("SAMModule and SAMMonitor", "'sparsam[lightning]'"),
+    "transformers": ("SAMTrainer and its examples", "'sparsam[hf]'"),
+    "accelerate": ("SAMTrainer and its examples", "'sparsam[hf]'"),
     "timm": ("models named timm:NAME", "timm"),
     "torchvision": ("models named torchvision:NAME", "torchvision"),
 }
+SLOW = {"ray", "lightning", "transformers", "accelerate"}  # to import, so they are only looked for
 DISTRIBUTION = {"sklearn": "scikit-learn", "PIL": "pillow"}
 
 
@@ -37,7 +43,8 @@ def check_installation() -> int:
     _devices()
     for name, (purpose, remedy) in OPTIONAL.items():
         try:
-            import_module(name)
+            if name not in SLOW:
+                import_module(name)
             print(f"{name:13} {version(DISTRIBUTION.get(name, name))}")
         except (ImportError, PackageNotFoundError):
             print(f"{name:13} missing: {purpose} need it. pip install {remedy}")
