@@ -12,7 +12,7 @@ from torch import nn
 
 import sparsam
 from cases import magnitude, optimizer, same, task, weights
-from sparsam import SAM, RandomMask
+from sparsam import SAM, EveryNth, RandomMask
 
 BASE = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
 
@@ -284,3 +284,15 @@ def test_running_statistics_of_every_kind_move_once(norm):
     opt.step(closure)
     assert norm.track_running_stats == tracking
     assert same([b.clone() for b in model.buffers()], [b.clone() for b in once.buffers()])
+
+
+def test_it_shows_how_it_perturbs():
+    t = task()
+    opt = SAM(t.model.parameters(), torch.optim.SGD, mask=RandomMask(0.25), schedule=EveryNth(3), lr=0.1)
+    shown = repr(opt).splitlines()
+    assert shown[0] == "SAM ("
+    assert shown[-3:] == [
+        "mask: RandomMask(interval=None, sparsity=0.25)",
+        "ascent: GradientAscent()",
+        "schedule: EveryNth(n=3)",
+    ]

@@ -14,15 +14,17 @@ from torch import distributed as dist
 from torch.optim import Optimizer
 
 from sparsam.ascents import Ascent
-from sparsam.checks import check_number, check_rho, check_whole
+from sparsam.checks import check_module, check_number, check_rho, check_whole
 from sparsam.distributed.shards import any_dtensor, fsdp_modules, is_dtensor, local
 from sparsam.errors import UserRuntimeError, UserTypeError, UserValueError
 from sparsam.passes import modules_of
 from sparsam.settings import Policy, differences
 
 
-def check_policies(given: dict[str, tuple[Any, type[Policy]]]) -> None:
-    """Refuse a mask, an ascent or a schedule that is none."""
+def check_options(rho: Any, model: Any, given: dict[str, tuple[Any, type[Policy]]]) -> None:
+    """Refuse a rho, a model, or a mask, an ascent or a schedule that is none."""
+    check_rho(rho)
+    check_module("model", model)
     for name, (policy, wanted) in given.items():
         if policy is not None and not isinstance(policy, wanted):
             raise UserTypeError(f"{name} must be a sparsam {name} or None, but is {policy!r}")
@@ -42,9 +44,9 @@ def check_scale(scale: float | Tensor) -> None:
         check_number("scale", scale, "a finite number > 0", lambda value: 0 < value < math.inf)
 
 
-def check_one_pass(mask: Policy, ascents: Sequence[Ascent]) -> None:
+def check_one_pass(mask: Policy | None, ascents: Sequence[Ascent]) -> None:
     """Refuse a mask where no step would read it."""
-    if all(ascent.passes == 1 for ascent in ascents):
+    if mask is not None and all(ascent.passes == 1 for ascent in ascents):
         raise UserValueError(
             f"mask must be None with {ascents[0]!r}, because its steps take one pass and perturb every weight, but is "
             f"{mask!r}"

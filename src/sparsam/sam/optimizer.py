@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsam.ascents import Ascent, GradientAscent
-from sparsam.checks import check_module, check_rho
 from sparsam.distributed.replicas import Replicas
 from sparsam.errors import UserRuntimeError
 from sparsam.masks import DenseMask, Mask
@@ -38,7 +37,7 @@ from sparsam.sam.checks import (
     check_groups,
     check_listed,
     check_one_pass,
-    check_policies,
+    check_options,
     check_state,
 )
 from sparsam.sam.closure import ClosureCheck
@@ -116,16 +115,13 @@ class SAM(Wrapper):
         check_arguments(params, base_optimizer, SAM, base_arguments)
         base = base_optimizer(params, **base_arguments)
         check_base(base)
-        check_rho(rho)
-        check_module("model", model)
-        check_policies({"mask": (mask, Mask), "ascent": (ascent, Ascent), "schedule": (schedule, Schedule)})
+        check_options(rho, model, {"mask": (mask, Mask), "ascent": (ascent, Ascent), "schedule": (schedule, Schedule)})
         self.ascent = GradientAscent() if ascent is None else ascent
         self.schedule = EveryStep() if schedule is None else schedule
         self.mask = DenseMask() if mask is None else mask
         self.adaptive = bool(adaptive)
         ascents = self.schedule.ascents(self.ascent)
-        if mask is not None:
-            check_one_pass(mask, ascents)
+        check_one_pass(mask, ascents)
         scope = self.mask.scope
         self._replicas = Replicas((scope.model, model), perturbation, process_group)
         self._passes = passes_for(model, scope.model, scope.cut, self._replicas)
@@ -394,6 +390,9 @@ class SAM(Wrapper):
         settings = {name: policy.settings() for name, policy in policies.items()}
         settings |= self._replicas.settings()
         return {"base": type(self.base_optimizer).__name__, "adaptive": self.adaptive, **settings}
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}\nmask: {self.mask!r}\nascent: {self.ascent!r}\nschedule: {self.schedule!r}"
 
     def __getstate__(self) -> dict[str, Any]:
         self._phase.refuse_inside_step("copying or pickling")
