@@ -65,6 +65,7 @@ def start_run(path, workers, reads):
 
 
 @real_images
+@pytest.mark.slow
 def test_kill_9_in_mid_epoch_and_resume_is_bit_exact(tmp_path):
     whole, killed = RunDirectory(tmp_path / "whole"), RunDirectory(tmp_path / "killed")
     all_reads, first_reads, other_reads = (Reads(tmp_path / name) for name in ("all", "first", "others"))

@@ -92,6 +92,7 @@ def test_a_sharded_run_is_that_of_one_process(ranks, world, policy):
         assert 0 < sum(m.sum() for m in opt.masks()) < sum(m.numel() for m in opt.masks())
 
 
+@pytest.mark.slow
 def test_a_cut_falls_back_to_two_whole_passes_with_one_warning(ranks):
     for result in ranks(2, "suffix"):
         (warning,) = result["warnings"]
