@@ -7,6 +7,7 @@ import signal
 from collections import defaultdict
 from itertools import chain
 
+import pytest
 from digits_runs import last_checkpoint
 from image_folders import REAL, real_images
 from killed_runs import assert_same_run, finish, saved_at, start, wait_for
