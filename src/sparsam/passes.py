@@ -128,7 +128,7 @@ class Passes:
         for module in self._tracking:
             if module in modules:
                 self._stopped.append(module)
-                module.track_running_stats = False  # cheaper than to save the statistics and put them back
+                _track(module, False)  # cheaper than to save the statistics and put them back
 
     def end_second(self, *, complete: bool) -> None:
         """End the second pass, or give it up: buffers and random numbers as the first pass left them.
@@ -139,7 +139,7 @@ class Passes:
         for buffers in self._buffers:
             buffers.restore()
         for module in self._stopped:
-            module.track_running_stats = True
+            _track(module, True)
         self._buffers, self._stopped = [], []
         set_rng_state(after)
         self._start_from(after)
@@ -277,6 +277,10 @@ def _tracks(module: _BatchNorm) -> bool:
         and module.track_running_stats
         and type(module).forward.__module__.startswith("torch.nn.modules.")
     )
+
+
+def _track(module: _BatchNorm, whether: bool) -> None:
+    module.__dict__["track_running_stats"] = whether  # a module's own way to set it takes twenty times as long
 
 
 def _places(modules: Iterable[nn.Module]) -> list[Place]:
