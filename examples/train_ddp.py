@@ -27,6 +27,7 @@ def main():
     sampler = DistributedSampler(train_set, seed=args.seed)
     loader = DataLoader(train_set, batch_size=64 // dist.get_world_size(), sampler=sampler)
     model = DistributedDataParallel(network())
+    torch.manual_seed(args.seed + dist.get_rank())  # each process draws its own dropout
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
     schedule = CosineAnnealingLR(optimizer, T_max=args.epochs)
 

@@ -29,6 +29,7 @@ def main():
     sampler = DistributedSampler(train_set, seed=args.seed)
     loader = DataLoader(train_set, batch_size=64 // dist.get_world_size(), sampler=sampler)
     model = DistributedDataParallel(network())
+    torch.manual_seed(args.seed + dist.get_rank())  # each process draws its own dropout
     mask = SuffixMask(model, "4")  # from the second convolution on
     options = {"mask": mask, "perturbation": "local"}  # each replica by its own gradient: no more bytes than SGD
     optimizer = SAM(model.parameters(), SGD, rho=0.1, **options, lr=0.1, momentum=0.9, weight_decay=5e-4)

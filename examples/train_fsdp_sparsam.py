@@ -39,6 +39,7 @@ def main():
     sampler = DistributedSampler(train_set, seed=args.seed)
     loader = DataLoader(train_set, batch_size=64 // dist.get_world_size(), sampler=sampler)
     model = network()
+    torch.manual_seed(args.seed + dist.get_rank())  # each process draws its own dropout
     for layer in (model[0], model[4], model[10]):  # both convolutions and the linear layer; the rest with the model
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -137,6 +137,7 @@ def train_replicas(rank, rho):
     train_set, _ = digits(train=1297, seed=0)
     sampler = DistributedSampler(train_set, seed=0)
     model = DistributedDataParallel(network())
+    torch.manual_seed(rank)
     params = [*model.parameters()]
     optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=5e-4)
     mask = RandomMask(0.5).select(params, 0, None)
