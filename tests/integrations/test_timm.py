@@ -13,8 +13,8 @@ from sparsam import SAM, FriendlyAscent
 
 try:
     from timm.utils import NativeScaler
-except Exception:  # a torchvision that does not fit raises no ImportError
-    pytest.skip("needs timm", allow_module_level=True)
+except Exception as error:  # a torchvision that does not fit raises no ImportError
+    pytest.skip(f"needs timm, which does not import: {error}", allow_module_level=True)
 
 OVERFLOWS = 2
 """In which step the scaled gradient does."""

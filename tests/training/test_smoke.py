@@ -92,7 +92,7 @@ def test_more_steps_than_the_epochs_have_are_not_taken(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("steps", "words"), [(5, "5 steps"), (1, "1 step"), (15, "15 steps"), (99, "last of 2 epochs")]
+    ("steps", "words"), [(5, "5 steps"), (1, "1 step"), (15, "15 steps"), (99, "the last of 2 epochs")]
 )
 def test_a_terminal_shows_steps_where_these_end_a_run(tmp_path, capsys, steps, words):
     run = recipe("sgd", f"train.max_steps={steps}")

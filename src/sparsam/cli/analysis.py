@@ -248,15 +248,11 @@ def _results(
     output: Path | None = None,
 ) -> list[dict[str, Any]]:
     """Measure runs one by one, or read earlier results, which must have the same settings."""
-    from sparsam.runs.results import check_shared, read_result
     from sparsam.training.interrupt import Interrupted
 
     if redraw:
         check_redraw(context)
-        results = [read_result(run, name) for run in runs]
-        check_shared(runs, results, shared)
-        warn_outdated(runs, results)
-        return results
+        return earlier_results(name, runs, shared)
     check_runs(runs, best=best, output=output)
     place, results = find_device(device), []
     for run in runs:
@@ -267,6 +263,16 @@ def _results(
                 raise Interrupted(
                     f"{run.name}: stopped; nothing new of it was saved, results of earlier runs were"
                 ) from None
+    return results
+
+
+def earlier_results(name: str, runs: Sequence[Path], shared: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Read results that were measured before; they must have the same settings."""
+    from sparsam.runs.results import check_shared, read_result
+
+    results = [read_result(run, name) for run in runs]
+    check_shared(runs, results, shared)
+    warn_outdated(runs, results)
     return results
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import rich
 from rich.markup import escape
 
-from sparsam.cli.analysis import warn_outdated
+from sparsam.cli.analysis import earlier_results, warn_outdated
 from sparsam.runs.files import RunError
-from sparsam.runs.results import check_shared, outdated, read_result, result_file
+from sparsam.runs.results import outdated, read_result, result_file
 
 if TYPE_CHECKING:
     from sparsam.reproduce.comparison import Result
@@ -96,10 +96,7 @@ def _redraw_results(shows: str, runs: Sequence[Path], folder: Path) -> None:
     from sparsam.cli import gradients, hessian
 
     command: Any = gradients if shows == "gradients" else hessian
-    found = [read_result(run, shows) for run in runs]
-    check_shared(runs, found, command.SHARED)
-    warn_outdated(runs, found)
-    command.show(runs, found, folder)
+    command.show(runs, earlier_results(shows, runs, command.SHARED), folder)
 
 
 def _curves(runs: Sequence[Run], folder: Path) -> None:

@@ -88,17 +88,17 @@ def _train(
 
 
 def _early_end(run: RunDirectory) -> str:
-    steps = run.recipe().train.max_steps
-    if steps is None or run.summary().get("steps") != steps:
-        return ""
-    return f": it ended after {steps} step{'' if steps == 1 else 's'}, its train.max_steps"
+    from sparsam.training.progress import length_of
+
+    summary, steps = run.summary(), run.recipe().train.max_steps
+    ended = steps is not None and summary.get("steps") == steps
+    return f": it ended after {length_of(summary, steps)}, its train.max_steps" if ended else ""
 
 
 def _accuracy(summary: dict[str, Any], max_steps: int | None) -> str:
     from sparsam.training.progress import length_of
 
     last, best = (f"{100 * summary[key]:.2f} %" for key in ("test_accuracy", "best_accuracy"))
-    length = length_of(summary, max_steps).replace("last of", "the last of")
     peak = f" (best: {best}, epoch {summary['best_epoch']})" if summary["epochs"] > 1 else ""
     images = f"{last} of the {summary['evaluated_on']} images"
-    return f"{summary['method']}: {images} are classified correctly after {length}{peak}"
+    return f"{summary['method']}: {images} are classified correctly after {length_of(summary, max_steps)}{peak}"

@@ -159,7 +159,7 @@ def length_of(summary: dict[str, Any], max_steps: int | None) -> str:
     steps, epochs = summary["steps"], summary["epochs"]
     if steps == max_steps:
         return f"{steps} step{'' if steps == 1 else 's'}"
-    return "1 epoch" if epochs == 1 else f"last of {epochs} epochs"
+    return "1 epoch" if epochs == 1 else f"the last of {epochs} epochs"
 
 
 def suitable_progress(*, epochs: bool = True) -> Progress:

@@ -67,9 +67,10 @@ class Ranks:
 
     def gather(self, value: Tensor) -> Tensor:
         """Return the tensors of all processes as the rows of one; they have the same shape and are on the CPU."""
-        rows = [value] if self.size == 1 else [torch.empty_like(value) for _ in range(self.size)]
-        if self.size > 1:
-            dist.all_gather(rows, value)
+        if self.size == 1:
+            return value[None]
+        rows = [torch.empty_like(value) for _ in range(self.size)]
+        dist.all_gather(rows, value)
         return torch.stack(rows)
 
     def average(self, value: Tensor) -> None:
