@@ -279,6 +279,25 @@ def test_training_in_a_graph_has_the_same_numbers_as_eager(tmp_path, method, pre
         assert captured["perturbed"] == eager["perturbed"]
 
 
+def test_captured_runs_that_share_their_start_have_the_numbers_of_runs_alone(tmp_path):
+    from sparsam.training.comparison import compare_recipes
+
+    recipes, device = ["digits-sgd", "digits-thrifty"], torch.device("cuda")
+    for share, at_once in ((False, 1), (True, 2)):
+        output = tmp_path / str(share)
+        compare_recipes(
+            recipes, 2, output, overrides=["train.epochs=4"], device=device, at_once=at_once, share_start=share
+        )
+    for name in ("digits-thrifty-seed0", "digits-thrifty-seed1"):
+        alone, shared = RunDirectory(tmp_path / "False" / name), RunDirectory(tmp_path / "True" / name)
+        assert shared.read("environment.json").values["start"]["steps"] == 29  # of 48
+        for one, other in zip(alone.metrics(), shared.metrics(), strict=True):
+            assert other["train_loss"] == pytest.approx(one["train_loss"], rel=2e-2)  # cuDNN chooses freely
+            assert [other[key] for key in ("steps", "lr", "rho", "perturbed")] == [
+                one[key] for key in ("steps", "lr", "rho", "perturbed")
+            ]
+
+
 def test_a_model_that_draws_random_numbers_stays_eager_and_says_so():
     t = cuda_task(dtype=torch.float32, dropout=0.5)
     opt = optimizer(t)

@@ -9,7 +9,7 @@ import rich
 import typer
 
 from sparsam.cli.analysis import Device, find_device, measure_missing
-from sparsam.cli.options import MaxSteps, Set, overrides
+from sparsam.cli.options import MaxSteps, Set, ShareStart, overrides
 from sparsam.cli.report import show_runs
 
 
@@ -28,6 +28,7 @@ def compare(
         int, typer.Option(min=0, help="Time the steps of all methods in turn, in so many rounds; 0: do not.")
     ] = 30,
     at_once: Annotated[int, typer.Option(min=1, help="Runs that share the device.")] = 1,
+    share_start: ShareStart = False,
     device: Device = None,
 ) -> None:
     """Train several recipes with several seeds and compare them: a table here, a page in the output directory.
@@ -51,6 +52,7 @@ def compare(
         overrides=overrides(settings, train__max_steps=max_steps),
         device=find_device(device),
         at_once=at_once,
+        share_start=share_start,
         rounds=rounds,
         progress=lambda: LogProgress(epochs=False) if at_once > 1 else suitable_progress(epochs=False),
     )

@@ -13,6 +13,9 @@ Set = Annotated[
 MaxSteps = Annotated[
     int | None, typer.Option(min=1, help="End each run after so many steps; schedules take this as their total.")
 ]
+ShareStart = Annotated[
+    bool, typer.Option("--share-start", help="Runs that begin with the same base steps take them once, untimed.")
+]
 
 
 def overrides(settings: list[str] | None, **values: object) -> list[str]:

@@ -11,14 +11,14 @@ import rich
 import typer
 
 from sparsam.cli.analysis import Device, find_device
-from sparsam.cli.options import Set, overrides
+from sparsam.cli.options import Set, ShareStart, overrides
 from sparsam.cli.table import show_table
 from sparsam.errors import UserRuntimeError, UserValueError
 
 if TYPE_CHECKING:
     from sparsam.reproduce.experiments import Experiment
     from sparsam.runs.run import Run
-    from sparsam.training.turns import PlannedRun
+    from sparsam.training.planned import PlannedRun
 
 
 class Engine(StrEnum):
@@ -55,6 +55,7 @@ def reproduce(
         int, typer.Option(min=0, help="With --engine ray: how often a run goes on after its worker died.")
     ] = 3,
     at_once: Annotated[int, typer.Option(min=1, help="Runs that share a GPU.")] = 1,
+    share_start: ShareStart = False,
     part: Annotated[
         str | None, typer.Option(metavar="K/N", help="Train only the K-th of N parts of the runs (array jobs).")
     ] = None,
@@ -97,6 +98,8 @@ def reproduce(
     changes = overrides(settings, train__epochs=epochs)
     if address is not None and engine is not Engine.ray:
         raise UserValueError("--address goes with --engine ray")
+    if share_start and engine is not Engine.local:
+        raise UserValueError("--share-start goes with --engine local: tasks of a cluster know nothing of each other")
     if markdown is not None and (source is None or changes):
         raise UserValueError(
             "--markdown goes with --from, without --epochs and --set: the page has the runs of all numbers of epochs"
@@ -115,7 +118,7 @@ def reproduce(
         _estimate(planned, device)
         return
     _check(planned, at_once if engine is Engine.local else 1, resume=resume)
-    failed = _train(planned, engine, device, at_once, address, retries)
+    failed = _train(planned, engine, device, at_once, address, retries, share_start=share_start)
     if part is None:
         finished = [run for run in planned if RunDirectory(run.path).finished]
         place = find_device(None if engine is Engine.ray else device)
@@ -135,7 +138,7 @@ def reproduce(
 def _check(planned: Sequence[PlannedRun], at_once: int, *, resume: bool) -> None:
     """Refuse what cannot be trained; say what there is to do."""
     from sparsam.runs.directory import RunDirectory
-    from sparsam.training.turns import check_planned
+    from sparsam.training.planned import check_planned
 
     check_planned(planned, at_once)
     existing = [run.path for run in planned if RunDirectory(run.path).exists]
@@ -155,6 +158,8 @@ def _train(
     at_once: int,
     address: str | None,
     retries: int,
+    *,
+    share_start: bool,
 ) -> list[str]:
     """Train; return which runs failed, and why."""
     from sparsam.reproduce.ray_engine import train_with_ray
@@ -171,6 +176,7 @@ def _train(
             device=find_device(device),
             at_once=at_once,
             keep_going=True,
+            share_start=share_start,
             progress=lambda: progress(epochs=False),
         )
     except Interrupted:

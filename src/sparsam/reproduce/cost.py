@@ -15,9 +15,9 @@ from sparsam.runs.config import MaskConfig
 from sparsam.runs.recipe import Recipe
 from sparsam.schedules import EveryStep
 from sparsam.training.build import build_ascent, build_base, build_sam
+from sparsam.training.planned import PlannedRun
 from sparsam.training.step import TrainingStep, is_captured
 from sparsam.training.trainer import prepare_torch, total_steps
-from sparsam.training.turns import PlannedRun
 
 WARM_UP, STEPS = 5, 10
 CPU_IMAGES, CPU_STEPS = 16, 2  # a CPU measures small batches and counts them as often as one batch has them

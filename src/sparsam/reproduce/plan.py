@@ -8,7 +8,7 @@ from pathlib import Path
 from sparsam.reproduce.experiments import Experiment
 from sparsam.runs.schema import RecipeError
 from sparsam.training.comparison import check_used, with_seeds
-from sparsam.training.turns import PlannedRun
+from sparsam.training.planned import PlannedRun
 
 
 def plan_runs(

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from sparsam.errors import need
 from sparsam.runs.directory import RunDirectory
-from sparsam.training.turns import PlannedRun
+from sparsam.training.planned import PlannedRun
 
 
 class RunsProgress:

@@ -15,7 +15,8 @@ import torch
 from sparsam.errors import UserValueError, need
 from sparsam.reproduce.progress import RunsProgress
 from sparsam.runs.directory import RunDirectory
-from sparsam.training.turns import PlannedRun, train_runs
+from sparsam.training.planned import PlannedRun
+from sparsam.training.turns import train_runs
 
 POLL = 1.0  # seconds between two looks at the runs
 

@@ -19,7 +19,8 @@ from sparsam.runs.build import build_loader, build_network
 from sparsam.runs.directory import RunDirectory
 from sparsam.runs.recipe import Recipe
 from sparsam.training.environment import device_name
-from sparsam.training.turns import PlannedRun, time_steps
+from sparsam.training.planned import PlannedRun
+from sparsam.training.turns import time_steps
 
 AT_ONCE = 4  # methods whose steps are timed in turn; each has a network of its own in memory
 REPEATS = 3  # after one that is not counted

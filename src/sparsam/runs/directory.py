@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -112,9 +112,12 @@ class RunDirectory:
 
     def keep_epochs(self, count: int) -> None:
         """Delete the metrics of later epochs: a resumed run writes them again."""
-        lines = [json.dumps(m) + "\n" for m in self.metrics() if m["epoch"] <= count]
-        replace_file(self.path / "metrics.jsonl", "".join(lines))
+        self.write_metrics([m for m in self.metrics() if m["epoch"] <= count])
         (self.path / "summary.json").unlink(missing_ok=True)
+
+    def write_metrics(self, epochs: Sequence[dict[str, Any]]) -> None:
+        """Write the metrics of all epochs anew."""
+        replace_file(self.path / "metrics.jsonl", "".join(json.dumps(m) + "\n" for m in epochs))
 
     def add_metrics(self, metrics: dict[str, Any]) -> None:
         """Append the metrics of an epoch."""

@@ -10,8 +10,9 @@ import torch
 
 from sparsam.runs.recipe import Recipe, load_recipe, relevant_overrides
 from sparsam.runs.schema import RecipeError
+from sparsam.training.planned import PlannedRun, check_planned
 from sparsam.training.progress import Progress
-from sparsam.training.turns import PlannedRun, check_planned, time_steps, train_runs
+from sparsam.training.turns import time_steps, train_runs
 
 
 def compare_recipes(
@@ -22,6 +23,7 @@ def compare_recipes(
     overrides: Sequence[str] = (),
     device: torch.device,
     at_once: int = 1,
+    share_start: bool = False,
     rounds: int = 0,
     progress: Callable[[], Progress] = Progress,
 ) -> list[Path]:
@@ -36,12 +38,13 @@ def compare_recipes(
         overrides: `key=value`, for all recipes that they have a meaning for: a sparsity is for sparse masks only.
         device: Where to train.
         at_once: How many runs share the device (:func:`~.turns.train_runs`).
+        share_start: Whether runs that begin with the same steps take them once (:mod:`~.shared_start`).
         rounds: Time the steps of all methods in turn afterwards (:func:`~.turns.time_steps`); 0: do not.
         progress: Makes what shows the progress, anew for each run.
     """
     planned = _plan(recipes, seeds, output, overrides)
     check_planned(planned, at_once)
-    train_runs(planned, device=device, at_once=at_once, progress=progress)
+    train_runs(planned, device=device, at_once=at_once, share_start=share_start, progress=progress)
     if rounds:
         time_steps(planned, device=device, rounds=rounds)
     return [run.path for run in planned]

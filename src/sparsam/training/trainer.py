@@ -11,7 +11,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
 from itertools import islice, pairwise
 from typing import Any
@@ -81,6 +81,7 @@ class Trainer:
         self.best = {"accuracy": -1.0, "epoch": 0}
         self.peak_memory_mb: float | None = None  # of the epoch
         self.mask_statistics = MaskStatistics(self.model, [p for g in self.opt.param_groups for p in g["params"]])
+        self.after_step: dict[int, list[Callable[[], None]]] = {}  # what is done after so many steps
         self.shared = False  # whether other runs have been trained on the device at the same time
         self._stop = False
 
@@ -141,10 +142,12 @@ class Trainer:
                 self.progress.step_done(self.batch, time.perf_counter() - start)
             if self.step.eager_because:
                 self.progress.remark(f"no CUDA graph: {self.step.eager_because}")
-            stop = self.ranks.agree(self._stop)
-            if stop or (every and self.batch % every == 0):
+            stop, others = self.ranks.agree(self._stop), self.after_step.pop(self.steps_taken, [])
+            if stop or others or (every and self.batch % every == 0):
                 self._synchronize()
                 self.seconds = time.perf_counter() - start
+                for other in others:
+                    other()
                 if stop:
                     self._save_and_stop()
                 self.save(self.directory.last)
@@ -160,7 +163,7 @@ class Trainer:
         loss = self.step(x, y)
         if self.sam is not None and reads_mask:
             coming = range(self.sam.steps, self.sam.steps + self._epoch_steps - self.batch - 1)
-            if not any(_has_two_passes(self._ascent(step)) for step in coming):
+            if not any(_two_passes([self._ascent(step)]) for step in coming):
                 self.mask_statistics.measure(self.sam.masks())
         return loss
 
@@ -173,6 +176,11 @@ class Trainer:
         )
 
     # --------------------------------------------------------------------------- the length of a run, schedules
+
+    @property
+    def steps_taken(self) -> int:
+        """The steps so far."""
+        return self.epoch * self.loader.steps + self.batch
 
     @property
     def _epoch_steps(self) -> int:
@@ -301,28 +309,29 @@ class Trainer:
     # --------------------------------------------------------------------------------------------- checkpoints
 
     def save(self, path: Any) -> None:
-        """Write all that the rest of the run depends on; it is the same for all processes, except random numbers."""
+        """Write all that the rest of the run depends on."""
+        self._write(path, self.state())
+
+    def state(self) -> dict[str, Any]:
+        """Return all that the rest of the run depends on; it is the same for all processes, except random numbers."""
         self.ranks.average(self.loss_sum)
         rng = {"cpu": self.ranks.gather(torch.get_rng_state())}
         if self.device.type == "cuda":
             rng["cuda"] = self.ranks.gather(torch.cuda.get_rng_state(self.device))
-        self._write(
-            path,
-            {
-                "model": self.model.state_dict(),
-                "optimizer": self.opt.state_dict(),
-                "scaler": self.step.scaler.state_dict() if self.step.scaler else None,
-                "rng": rng,
-                "epoch": self.epoch,
-                "batch": self.batch,
-                "loss_sum": self.loss_sum,
-                "seconds": self.seconds,
-                "elapsed": self.elapsed,
-                "best": self.best,
-                "shared": self.shared,
-                "mask_statistics": self.mask_statistics.state(),
-            },
-        )
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.opt.state_dict(),
+            "scaler": self.step.scaler.state_dict() if self.step.scaler else None,
+            "rng": rng,
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "loss_sum": self.loss_sum,
+            "seconds": self.seconds,
+            "elapsed": self.elapsed,
+            "best": self.best,
+            "shared": self.shared,
+            "mask_statistics": self.mask_statistics.state(),
+        }
 
     def _write(self, path: Any, content: dict[str, Any]) -> None:
         if self.ranks.first:
@@ -333,7 +342,11 @@ class Trainer:
         saved = load_checkpoint(path, self.device)
         self.model.load_state_dict(saved["model"])
         built = [{key: group.get(key) for key in OF_THE_DEVICE} for group in self.opt.param_groups]
-        self.opt.load_state_dict(saved["optimizer"])
+        if self.sam is not None and "base_steps" in saved:  # of another run, which left it (:mod:`.shared_start`)
+            self.sam.base_optimizer.load_state_dict(saved["optimizer"])
+            self.sam.steps = saved["base_steps"]
+        else:
+            self.opt.load_state_dict(saved["optimizer"])
         for group, own in zip(self.opt.param_groups, built, strict=True):
             group.update({key: _as_built(own[key], group[key]) for key in OF_THE_DEVICE if key in group})
         if self.step.scaler:
@@ -373,13 +386,9 @@ def prepare_torch(recipe: Recipe, device: torch.device) -> None:
         torch.cuda.set_device(device)  # streams, graphs and generators are those of the current device
 
 
-def _has_two_passes(ascent: Ascent | None) -> bool:
-    return ascent is not None and ascent.passes == 2
-
-
 def _two_passes(ascents: list[Ascent | None]) -> float:
     """Return the fraction of steps that take two passes."""
-    return sum(map(_has_two_passes, ascents)) / len(ascents)
+    return sum(ascent is not None and ascent.passes == 2 for ascent in ascents) / len(ascents)
 
 
 def _as_built(own: Any, loaded: Any) -> Any:

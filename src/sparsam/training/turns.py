@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,37 +13,13 @@ from sparsam.randomness import RngState, get_rng_state, set_rng_state
 from sparsam.runs.directory import RunDirectory
 from sparsam.runs.recipe import Recipe
 from sparsam.runs.schema import RecipeError
-from sparsam.settings import differences
 from sparsam.training.interrupt import Interrupted, stopping_on_signals
 from sparsam.training.launch import open_run
+from sparsam.training.planned import PlannedRun
 from sparsam.training.progress import Progress
+from sparsam.training.shared_start import SharedStart
 from sparsam.training.step_times import time_in_turn
 from sparsam.training.trainer import Trainer
-
-OF_THE_PROCESS = ("deterministic", "threads")  # settings of `train` that hold for all runs of a process
-
-
-class PlannedRun(NamedTuple):
-    """What to train, and where the run is written."""
-
-    recipe: Recipe
-    path: Path
-
-
-def check_planned(planned: Sequence[PlannedRun], at_once: int = 1) -> None:
-    """Refuse at once what would fail only after some of the runs are trained."""
-    for recipe, path in planned:
-        run = RunDirectory(path)
-        if run.exists and (changed := differences(run.recipe().to_dict(), recipe.to_dict())):
-            raise RecipeError(
-                f"{path} holds a run of another recipe, which differs in {', '.join(changed)}; choose another "
-                f"--output or delete it"
-            )
-    for key in OF_THE_PROCESS:
-        if at_once > 1 and len({getattr(recipe.train, key) for recipe, _ in planned}) > 1:
-            raise RecipeError(f"runs at once must agree in train.{key}, which holds for the whole process")
-    if len({path for _, path in planned}) < len(planned):
-        raise RecipeError("the recipes must have different names, but two have the same")
 
 
 def train_runs(
@@ -56,6 +29,7 @@ def train_runs(
     at_once: int = 1,
     shared: bool = False,
     keep_going: bool = False,
+    share_start: bool = False,
     progress: Callable[[], Progress] = Progress,
 ) -> list[str]:
     """Train those runs that are not finished; continue those that were stopped. Return which failed, and why.
@@ -67,6 +41,7 @@ def train_runs(
             Their step times and memory would not be those of a run alone, so summaries of such runs have none.
         shared: Whether other processes train on the device too, which counts as above.
         keep_going: After an error that the user can mend, train the other runs. Else it is raised.
+        share_start: Whether runs that begin with the same steps take them once (:mod:`~.shared_start`).
         progress: Makes what shows the progress, anew for each run.
     """
     threads = torch.get_num_threads()
@@ -78,9 +53,9 @@ def train_runs(
         shown.place = f"{planned.index(run) + 1} of {len(planned)}" if len(planned) > 1 else ""
         return open_run(run.recipe, run.path, device=device, progress=shown)
 
-    unfinished = (run for run in planned if not RunDirectory(run.path).finished)
-    starts = ((run, partial(trainer, run)) for run in unfinished)
-    failed = _take_turns(starts, at_once, device, shared=shared, keep_going=keep_going)
+    unfinished = [run for run in planned if not RunDirectory(run.path).finished]
+    start = SharedStart(unfinished if share_start else [])
+    failed = _take_turns(unfinished, trainer, start, at_once, device, shared=shared, keep_going=keep_going)
     torch.set_num_threads(threads)
     return failed
 
@@ -108,7 +83,9 @@ def time_steps(planned: Sequence[PlannedRun], *, device: torch.device, rounds: i
 
 
 def _take_turns(
-    waiting: Iterator[tuple[PlannedRun, Callable[[], Trainer | None]]],
+    waiting: list[PlannedRun],
+    trainer: Callable[[PlannedRun], Trainer | None],
+    start: SharedStart,
     at_once: int,
     device: torch.device,
     *,
@@ -138,15 +115,19 @@ def _take_turns(
 
     with stopping_on_signals(stop):
         while True:
-            if len(turns) < at_once and not stopped and (coming := next(waiting, None)):
-                planned, start = coming
+            free = len(turns) < at_once and not stopped
+            if free and (planned := next(filter(start.is_ready, waiting), None)):
+                waiting.remove(planned)
                 try:
-                    run = start()
+                    run = trainer(planned)
                 except Exception as error:
+                    start.release(planned.path)
                     fail(planned.recipe, error)
                     continue
                 if run is None:  # another process has finished it
+                    start.release(planned.path)
                     continue
+                start.attach(run)
                 turns.appendleft(_Turns(run, device, alone=at_once == 1, shared=shared))
                 if stopped:  # while it was being made
                     run.stop()
@@ -157,9 +138,12 @@ def _take_turns(
                 turns[0].take()
                 turns.rotate(-1)
             except StopIteration:
-                turns.popleft()
+                start.release(turns.popleft().run.directory.path)
             except Exception as error:
-                fail(turns.popleft().run.recipe, error)
+                run = turns.popleft().run
+                start.release(run.directory.path)
+                fail(run.recipe, error)
+                run = None
     if stopped:
         raise stopped[0]
     return failed
