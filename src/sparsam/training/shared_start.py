@@ -17,8 +17,7 @@ from pathlib import Path
 from sparsam.runs.checkpoint import save_checkpoint
 from sparsam.runs.directory import RunDirectory
 from sparsam.runs.recipe import Recipe
-from sparsam.schedules import LastSteps
-from sparsam.training.build import build_schedule
+from sparsam.training.build import build_ascent, build_schedule
 from sparsam.training.environment import describe_environment
 from sparsam.training.planned import PlannedRun
 from sparsam.training.trainer import Trainer
@@ -51,10 +50,9 @@ class SharedStart:
         """Let a run leave checkpoints for those that wait for it, except where it is past that step."""
         waiting = self._waiting.get(trainer.directory.path, [])
         for run in list(waiting):
-            schedule = build_schedule(run.recipe.schedule, trainer.total_steps)
-            assert isinstance(schedule, LastSteps)
-            if schedule.first > trainer.steps_taken:
-                trainer.after_step.setdefault(schedule.first, []).append(partial(self._leave, trainer, run))
+            first = _base_steps(run.recipe, trainer.total_steps)
+            if first > trainer.steps_taken:
+                trainer.after_step.setdefault(first, []).append(partial(self._leave, trainer, run))
             else:
                 waiting.remove(run)
 
@@ -88,6 +86,12 @@ def _base_share(recipe: Recipe) -> float:
         return 1.0
     schedule = recipe.schedule
     return 1 - schedule.fraction if schedule.fraction is not None and schedule.before is None else 0.0
+
+
+def _base_steps(recipe: Recipe, total_steps: int) -> int:
+    """Return how many base steps a run takes before all others."""
+    schedule, ascent = build_schedule(recipe.schedule, total_steps), build_ascent(recipe.ascent)
+    return next(step for step in range(total_steps) if schedule.ascent(step, ascent) is not None)
 
 
 def _base_recipe(recipe: Recipe) -> Recipe:
