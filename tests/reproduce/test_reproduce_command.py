@@ -216,6 +216,7 @@ def test_a_dry_run_counts_steps_and_trains_nothing(own, reproduced, tmp_path):
         (("table1", "--only", "sgd", "--part", "4/5"), "--part 4/5 has no run: there are 4 in all"),
         (("table1", "--part", "4/4"), "--part must be K/N with K from 0 to N - 1, such as 0/4, but is '4/4'"),
         (("table1", "--only", "sgd", "--address", "auto"), "--address goes with --engine ray"),
+        (("table1", "--only", "sgd", "--engine", "ray", "--share-start"), "--share-start goes with --engine local"),
     ],
 )
 def test_what_is_refused(arguments, message):
@@ -284,6 +285,17 @@ def test_runs_that_share_the_device_have_no_times_of_their_own(tmp_path):
     invoke("reproduce", own, *arguments, "--at-once", 2)
     found = [summary(tmp_path, f"digits-{method}-epochs1") for method in ("sgd", "sam")]
     assert [s["step_ms"] for s in found] == [None, None]
+
+
+def test_runs_that_share_their_start_have_the_numbers_of_runs_alone(tmp_path):
+    own = tmp_path / "own.toml"
+    own.write_text("[t]\nrows = [{ recipe = 'digits-sgd' }, { recipe = 'digits-thrifty' }]\n")
+    arguments = ("--epochs", 2, "--rounds", 0, *QUICK[:4])
+    invoke("reproduce", own, *arguments, "-o", tmp_path / "alone")
+    invoke("reproduce", own, *arguments, "-o", tmp_path / "shared", "--share-start")
+    one, other = (RunDirectory(tmp_path / path / "digits-thrifty-epochs2-seed0") for path in ("alone", "shared"))
+    assert [m["train_loss"] for m in one.metrics()] == [m["train_loss"] for m in other.metrics()]
+    assert other.read("environment.json").values["start"]["run"] == "digits-sgd-epochs2-seed0"
 
 
 def test_the_committed_page_is_that_of_the_committed_runs(tmp_path):
