@@ -52,7 +52,7 @@ class SharedStart:
         for run in list(waiting):
             first = _base_steps(run.recipe, trainer.total_steps)
             if first > trainer.steps_taken:
-                trainer.after_step.setdefault(first, []).append(partial(self._leave, trainer, run))
+                trainer.after_step.setdefault(first, []).append(partial(self._leave, run))
             else:
                 waiting.remove(run)
 
@@ -60,7 +60,7 @@ class SharedStart:
         """Let no run wait any longer for this one, which has ended."""
         self._waiting.pop(path, None)
 
-    def _leave(self, trainer: Trainer, run: PlannedRun) -> None:
+    def _leave(self, run: PlannedRun, trainer: Trainer) -> None:
         """Write a run as one that was stopped where the trainer stands."""
         directory, own = RunDirectory(run.path), trainer.directory
         with directory.locked():

@@ -81,7 +81,7 @@ class Trainer:
         self.best = {"accuracy": -1.0, "epoch": 0}
         self.peak_memory_mb: float | None = None  # of the epoch
         self.mask_statistics = MaskStatistics(self.model, [p for g in self.opt.param_groups for p in g["params"]])
-        self.after_step: dict[int, list[Callable[[], None]]] = {}  # what is done after so many steps
+        self.after_step: dict[int, list[Callable[[Trainer], None]]] = {}  # what is done after so many steps
         self.shared = False  # whether other runs have been trained on the device at the same time
         self._stop = False
 
@@ -147,7 +147,7 @@ class Trainer:
                 self._synchronize()
                 self.seconds = time.perf_counter() - start
                 for other in others:
-                    other()
+                    other(self)
                 if stop:
                     self._save_and_stop()
                 self.save(self.directory.last)
