@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -123,7 +123,6 @@ class Recorder:
         self.parameters, self.keeps_random = parameters, keeps_random
         self._detach: Callable[[Tensor], Tensor] = Tensor.detach
         self._grads: list[Tensor | None] = []  # of the parameters, where the model was called
-        self._watched: set[Node] = set()
         self._known: set[Node] = set()  # nodes that modules have returned
 
     def model(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -148,9 +147,7 @@ class Recorder:
             recording.obstacle = recording.obstacle or f"{name!r} changes a list or dict that it is given"
         if recording.input is None:  # a module that holds the cut in a second place is not before it
             tensors = tensors_in(output)
-            nodes = [node for t in tensors if (node := node_of(t)) is not None]
-            self._known.update(nodes)
-            self._watch(nodes)
+            self._known.update(node for t in tensors if (node := node_of(t)) is not None)
             random = get_rng_state(recording.devices) if self.keeps_random else {}
             kept = Kept(output, _versions(tensors))
             recording.calls.append(PastCall(name, plain_arguments(args, kwargs), kept, random))
@@ -226,22 +223,15 @@ class Recorder:
             recording.stay_open(f"nothing after {recording.cut!r} is trained")
         if self.needs_gradient(recording):
             self._detach = end_of_gradient
-        self._watch(map(node_of, inputs), deep=True)
+        if not recording.open:
+            self._watch(inputs)
 
-    def _watch(self, nodes: Iterable[Node | None], *, deep: bool = False) -> None:
-        """Notice gradients that arrive before the cut; deep: also at what code between the modules has made."""
-        if self.recording.open:
-            return
+    def _watch(self, inputs: list[Tensor]) -> None:
+        """Notice gradients that arrive before the cut: at what modules returned, or code between them has made."""
         crossed = self.recording.crossed  # not the recording: a node that held it would never be freed
-        todo = list(nodes)
-        while todo:
-            node = todo.pop()
-            if node is None or node in self._watched or leaf_of(node) is not None:
-                continue
-            self._watched.add(node)
-            self.recording.hooks.append(node.register_prehook(lambda _: crossed.append(True)))
-            if deep:
-                todo += [target for target, _ in node.next_functions]
+        for node in self._known | reachable_nodes(inputs, stop=self._known):
+            if leaf_of(node) is None:
+                self.recording.hooks.append(node.register_prehook(lambda _: crossed.append(True)))
 
 
 def plain_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
