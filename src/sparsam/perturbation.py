@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Hashable, Iterable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -290,8 +291,8 @@ def _flat_copies(
 
 def _views(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
     """Cut a flat buffer into tensors with the shapes and, where they are dense, the strides of `like`."""
-    pieces = torch.split(flat, [t.numel() for t in like])
-    return [piece.as_strided(t.shape, _dense_strides(t)) for piece, t in zip(pieces, like, strict=True)]
+    starts = accumulate([t.numel() for t in like], initial=0)
+    return [flat.as_strided(t.shape, _dense_strides(t), start) for t, start in zip(like, starts, strict=False)]
 
 
 def _dense_strides(t: Tensor) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -36,17 +36,17 @@ class Kept(NamedTuple):
     @property
     def unchanged(self) -> bool:
         """Whether no tensor has been changed in place since."""
-        return _versions(self.value) == self.versions
+        return _versions(tensors_in(self.value)) == self.versions
 
 
 def keep(value: Any) -> Kept:
     """Keep a value with its versions."""
-    return Kept(value, _versions(value))
+    return Kept(value, _versions(tensors_in(value)))
 
 
-def _versions(value: Any) -> list[int]:
+def _versions(tensors: list[Tensor]) -> list[int]:
     # Tensors of inference mode count no versions, and cannot be changed in place outside of it.
-    return [-1 if t.is_inference() else t._version for t in tensors_in(value)]
+    return [-1 if t.is_inference() else t._version for t in tensors]
 
 
 class PastCall(NamedTuple):
@@ -87,16 +87,12 @@ class Recording:
     path: tuple[Any, ...] = ()  # set where the cut is reached
     start: RngState = field(default_factory=dict)  # of random numbers, where the model was called
     random: RngState = field(default_factory=dict)  # at the cut
+    draws: bool = False  # whether random numbers were drawn between the two
     autocast: tuple[tuple[str, torch.dtype], ...] = ()  # at the cut: devices that cast, and to what
     sums: list[Tensor] = field(default_factory=list)  # of the cut's input, to see whether its values stay
     crossed: list[bool] = field(default_factory=list)  # not empty if a gradient arrived before the cut
     outputs: list[Tensor] = field(default_factory=list)  # of the model
     hooks: list[RemovableHandle] = field(default_factory=list)  # that notice such a gradient
-
-    @property
-    def draws(self) -> bool:
-        """Whether random numbers were drawn before the cut."""
-        return not same_rng_state(self.start, self.random)
 
     def stay_open(self, obstacle: str) -> None:
         """Let the gradient go past the cut, and say why."""
@@ -108,24 +104,25 @@ class Recorder:
 
     Args:
         recording: Where to.
-        reach: Called where the cut is reached: it fills in `before` and `sums`, and may leave the recording open.
+        reach: Called where the cut is reached, with the parameters whose gradients the way there has set: it fills in
+            `before` and `sums`, and may leave the recording open.
         needs_gradient: Tells whether the suffix must see an input that requires a gradient.
-        gradients: Returns the gradients of a module's parameters.
+        parameters: Of the model.
         keeps_random: Whether to keep the random states that modules leave.
     """
 
     def __init__(
         self,
         recording: Recording,
-        reach: Callable[[Recording], None],
+        reach: Callable[[Recording, list[Tensor]], None],
         needs_gradient: Callable[[Recording], bool],
-        gradients: Callable[[str], list[Tensor | None]],
+        parameters: Sequence[Tensor],
         keeps_random: bool,
     ) -> None:
-        self.recording, self.reach, self.needs_gradient, self.gradients = recording, reach, needs_gradient, gradients
-        self.keeps_random = keeps_random
+        self.recording, self.reach, self.needs_gradient = recording, reach, needs_gradient
+        self.parameters, self.keeps_random = parameters, keeps_random
         self._detach: Callable[[Tensor], Tensor] = Tensor.detach
-        self._watched: set[Node] = set()
+        self._grads: list[Tensor | None] = []  # of the parameters, where the model was called
         self._known: set[Node] = set()  # nodes that modules have returned
 
     def model(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -143,31 +140,30 @@ class Recorder:
             recording.suffix.add(name)
             return call(*args, **kwargs)
         self._enter(args, kwargs)
-        self._note_between(args, kwargs)
-        containers, grads = contents(args, kwargs), self.gradients(name)
+        self._note_between(tensors_in(args, kwargs))
+        containers = contents(args, kwargs)
         output = call(*args, **kwargs)
-        if containers != contents(args, kwargs):
+        if containers and containers != contents(args, kwargs):
             recording.obstacle = recording.obstacle or f"{name!r} changes a list or dict that it is given"
-        if any(now is not before for now, before in zip(self.gradients(name), grads, strict=True)):
-            recording.obstacle = recording.obstacle or f"{name!r} computes gradients itself"
         if recording.input is None:  # a module that holds the cut in a second place is not before it
             tensors = tensors_in(output)
             self._known.update(node for t in tensors if (node := node_of(t)) is not None)
-            self._watch(tensors)
             random = get_rng_state(recording.devices) if self.keeps_random else {}
-            recording.calls.append(PastCall(name, plain_arguments(args, kwargs), keep(output), random))
+            kept = Kept(output, _versions(tensors))
+            recording.calls.append(PastCall(name, plain_arguments(args, kwargs), kept, random))
         return output
 
     def at_cut(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module at the cut."""
-        recording, again = self.recording, in_backward()
+        recording = self.recording
         self._enter(args, kwargs)
         if recording.input is None:
-            self._note_between(args, kwargs)
-            recording.input, recording.random = keep((args, kwargs)), get_rng_state(recording.devices)
-            self._reach()
+            inputs = tensors_in(args, kwargs)
+            self._note_between(inputs)
+            recording.input, recording.random = Kept((args, kwargs), _versions(inputs)), get_rng_state(recording.devices)
+            self._reach(inputs)
         elif not same_tensors(recording.input.value, (args, kwargs)):
-            if not again:
+            if not in_backward():
                 return call(*args, **kwargs)  # the module's second turn
             detached = not recording.open
             recording.stay_open(f"{recording.cut!r} lies inside a part that is checkpointed; cut at that part's input")
@@ -178,23 +174,26 @@ class Recorder:
         return call(*args, **kwargs)
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the batch."""
+        """Note the batch, and what else the pass starts from, once."""
         recording = self.recording
         if recording.arguments is None:
             recording.arguments = keep((args, kwargs))
             recording.start = get_rng_state(recording.devices)
+            self._grads = [p.grad for p in self.parameters]
             if any(t.requires_grad and t.is_leaf for t in tensors_in(args, kwargs)):
                 recording.stay_open("the batch requires a gradient, which has to go all the way")
 
-    def _note_between(self, *values: Any) -> None:
-        """Note the parameters that code between the modules has used on the way to these values."""
-        self.recording.between |= parameters_of(reachable_nodes(tensors_in(*values), stop=self._known))
+    def _note_between(self, tensors: list[Tensor]) -> None:
+        """Note the parameters that code between the modules has used on the way to these tensors."""
+        new = [t for t in tensors if t.grad_fn not in self._known]
+        if new:
+            self.recording.between |= parameters_of(reachable_nodes(new, stop=self._known))
 
-    def _reach(self) -> None:
+    def _reach(self, inputs: list[Tensor]) -> None:
         recording = self.recording
         assert recording.input is not None and recording.arguments is not None
         args, kwargs = recording.input.value
-        inputs = tensors_in(recording.input.value)
+        recording.draws = not same_rng_state(recording.start, recording.random)
         recording.autocast = tuple(
             (kind, torch.get_autocast_dtype(kind))
             for kind in sorted({device.type for device in recording.devices})
@@ -219,27 +218,20 @@ class Recorder:
             )
         if not self.keeps_random and recording.draws:
             recording.stay_open(f"random numbers are drawn before {recording.cut!r}, and were not in earlier steps")
-        self.reach(recording)
+        self.reach(recording, [p for p, grad in zip(self.parameters, self._grads, strict=True) if p.grad is not grad])
         if recording.before is not None and not recording.before.trained_after:
             recording.stay_open(f"nothing after {recording.cut!r} is trained")
         if self.needs_gradient(recording):
             self._detach = end_of_gradient
-        self._watch(inputs, deep=True)
+        if not recording.open:
+            self._watch(inputs)
 
-    def _watch(self, tensors: list[Tensor], *, deep: bool = False) -> None:
-        """Notice gradients that arrive before the cut; deep: also at what code between the modules has made."""
-        if self.recording.open:
-            return
+    def _watch(self, inputs: list[Tensor]) -> None:
+        """Notice gradients that arrive before the cut: at what modules returned, or code between them has made."""
         crossed = self.recording.crossed  # not the recording: a node that held it would never be freed
-        todo = [node_of(t) for t in tensors]
-        while todo:
-            node = todo.pop()
-            if node is None or node in self._watched or leaf_of(node) is not None:
-                continue
-            self._watched.add(node)
-            self.recording.hooks.append(node.register_prehook(lambda _: crossed.append(True)))
-            if deep:
-                todo += [target for target, _ in node.next_functions]
+        for node in self._known | reachable_nodes(inputs, stop=self._known):
+            if leaf_of(node) is None:
+                self.recording.hooks.append(node.register_prehook(lambda _: crossed.append(True)))
 
 
 def plain_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

@@ -83,7 +83,6 @@ class Replay:
         self._steps = 0
         self._places: Places | None = None
         self._ahead: list[tuple[str, nn.Module]] = []  # modules before the cut, from the next step on
-        self._parameters: dict[str, list[nn.Parameter]] = {}  # of modules before the cut
         self._keeps_random: bool | None = None  # whether random numbers were ever drawn before the cut, as far as known
         self._modules: list[nn.Module] = []  # of the model, as the latest first pass found them
         self._skipped: dict[tuple[frozenset[str], ...], set[nn.Module]] = {}  # those before the cut, by what is called
@@ -101,7 +100,7 @@ class Replay:
         return {
             **self.__dict__,
             **nothing,
-            **{"_paths": {}, "_ahead": [], "_parameters": {}, "_by_name": {}, "_modules": [], "_skipped": {}},
+            **{"_paths": {}, "_ahead": [], "_by_name": {}, "_modules": [], "_skipped": {}},
         }
 
     @property
@@ -145,7 +144,7 @@ class Replay:
             self._by_name = dict(self.model.named_parameters(remove_duplicate=False))
             recording.stay_open(SHARDED)
         reach, keeps_random = partial(self._reach, proof=proof), self._keeps_random is not False
-        recorder = Recorder(recording, reach, self._needs_gradient, self._gradients, keeps_random)
+        recorder = Recorder(recording, reach, self._needs_gradient, params, keeps_random)
         with self.alone(), self._intercepted(recorder):
             yield recording
         for hook in recording.hooks:
@@ -174,7 +173,7 @@ class Replay:
     def _inside(self, names: frozenset[str]) -> set[nn.Module]:
         return {module for name in names for module in modules_of(self.model.get_submodule(name))}
 
-    def _reach(self, recording: Recording, *, proof: bool) -> None:
+    def _reach(self, recording: Recording, with_gradient: list[Tensor], *, proof: bool) -> None:
         """Find out what lies before the cut that was just reached; let the pass be a whole one on a new path."""
         if self._sharded:
             before, now = self._used(recording), self.model.named_parameters(remove_duplicate=False)
@@ -190,6 +189,10 @@ class Replay:
                 self._off = f"the model took more than {MAX_NEW_PATHS} new paths to {self.cut!r} in {STEPS} steps"
                 self._paths.clear()
         recording.before = path.before
+        if with_gradient:
+            names = [call.name for call in recording.calls if not self._weights(call.name).isdisjoint(with_gradient)]
+            what = repr(names[0]) if names else "code between the modules"
+            recording.obstacle = recording.obstacle or f"{what} computes gradients itself"
         assert recording.input is not None
         inputs = tensors_in(recording.input.value)
         if path.proven < 2 or all(t.device.type == "cpu" for t in inputs):  # later it would have to wait for a GPU
@@ -205,18 +208,15 @@ class Replay:
 
     def _used(self, recording: Recording) -> frozenset[Tensor]:
         """Return the parameters that were used on the way to the cut; of a sharded model as they are gathered now."""
-        called = {p for call in recording.calls for p in self.model.get_submodule(call.name).parameters()}
-        return frozenset(called | recording.between)
+        return frozenset(recording.between.union(*[self._weights(call.name) for call in recording.calls]))
+
+    def _weights(self, name: str) -> set[Tensor]:
+        return set(self.model.get_submodule(name).parameters())
 
     def _needs_gradient(self, recording: Recording) -> bool:
         """Tell whether the detached input must still require a gradient: reentrant checkpointing asks for it."""
         path = self._paths.get(recording.path)
         return path is not None and path.custom
-
-    def _gradients(self, name: str) -> list[Tensor | None]:
-        if name not in self._parameters:  # once: walking a module takes time
-            self._parameters[name] = list(self.model.get_submodule(name).parameters())
-        return [p.grad for p in self._parameters[name]]
 
     def learn(self, loss: Any) -> None:
         """Keep what a whole pass on a new path showed."""
