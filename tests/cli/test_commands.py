@@ -241,7 +241,7 @@ def test_doctor():
     assert "gives the right numbers" in text
     for name in ("matplotlib", "lightning", "transformers"):  # of extras
         assert re.search(
-            rf"^{name} +({re.escape(version(name))}|missing: .* pip install 'sparsam\[\w+\]')$", text, re.M
+            rf"^{name} +({re.escape(version(name))}|not installed, .*: pip install 'sparsam\[\w+\]')$", text, re.M
         )
 
 
@@ -288,6 +288,7 @@ def test_without_its_packages_the_command_says_what_to_install(tmp_path):
     for arguments, status, message in [
         (["train"], 1, "the sparsam command needs the package typer: pip install 'sparsam[train]'"),
         (["doctor"], 0, "gives the right numbers"),
+        (["doctor"], 0, "typer         not installed, needed only for the command line: pip install 'sparsam[train]'"),
     ]:
         done = subprocess.run([sys.executable, "-c", code, tmp_path, *arguments], capture_output=True, text=True)
         assert done.returncode == status

@@ -107,6 +107,16 @@ def test_a_budget_marks_what_thrifty_chooses(capsys, budget):
     assert f'SuffixMask(model, cut="{choice.cut}")' in text
 
 
+@pytest.mark.parametrize("width", [80, 120])
+def test_lines_fit_and_columns_say_whose_costs_they_have(width):
+    text = invoke("cuts", "resnet18", *SMALL, width=width).stdout
+    assert max(map(len, text.splitlines())) <= width
+    assert re.search(r"^ +Weights +SAM, × +F-SAM, × +F-SAM, × +1\.15 buys,", text, re.M)
+    assert re.search(r"^ Cut before +after, % +counted +counted +measured +% of steps", text, re.M)
+    (chosen,) = (row for row in rows(text) if row[6])
+    assert f"SSAM-C perturbs it in every step, at {chosen[2]} base steps each" in " ".join(text.split())
+
+
 def test_the_budget_can_be_given():
     text = invoke("cuts", "resnet-small", *SMALL, "--budget", 99).stdout  # everything fits
     assert [(row[0], row[5]) for row in rows(text) if row[6]] == [("stem", "100.0")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 
 from cases import task
 from sparsam.analysis.landscape import loss_landscape
+from sparsam.report import landscape_figure
 from sparsam.report.landscape_figure import draw_figures
 from sparsam.report.landscape_page import write_landscapes
 from sparsam.report.landscape_scale import Scale
@@ -58,6 +60,37 @@ def test_figures_are_written(name, tmp_path):
     assert not re.findall(r"(?:src|href)\s*=|url\(|@import|https?://(?!www\.w3\.org/2000/svg)", page)
     assert page.count("<script") == 2
     assert "<b>SSAM" not in page
+
+
+def turned(shown, quarters):
+    """Return a landscape whose lowest corner, over which a surface is seen, is another."""
+    return with_losses(shown, lambda losses: np.rot90(losses, quarters))
+
+
+SURFACES = {
+    "one": lambda: landscapes()[:1],
+    "five": lambda: (landscapes() * 2)[:5],
+    **{f"turned-{n}": lambda n=n: [turned(shown, n) for shown in landscapes()] for n in (1, 2, 3)},
+    "wide": lambda: [with_losses(shown, lambda losses: losses**99) for shown in landscapes()],
+}
+
+
+@pytest.mark.parametrize("name", SURFACES)
+def test_no_text_of_a_surface_covers_another(name, tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(landscape_figure, "save_figure", lambda figure, path: figures.append(figure))
+    landscape_figure.draw_surfaces(SURFACES[name](), tmp_path / "surface")
+    (figure,) = figures
+    figure.canvas.draw()
+    panels = [ax for ax in figure.axes if ax.name == "3d"]
+    assert len(panels) == len(SURFACES[name]())
+    for ax in panels:
+        axes = (ax.xaxis, ax.yaxis, ax.zaxis)
+        texts = [ax.xaxis.label, ax.yaxis.label, *(tick.label1 for axis in axes for tick in axis.majorTicks)]
+        texts = [text for text in texts if text.get_visible() and text.get_text()]
+        assert {"a", "b", "0", "0.5"} <= {text.get_text() for text in texts}
+        for one, other in combinations(texts, 2):
+            assert not one.get_window_extent().overlaps(other.get_window_extent()), (one, other)
 
 
 def test_runs_share_one_scale():

@@ -91,7 +91,14 @@ REFUSED = [
     ("train.rho=0.5", "unknown key train.rho; did you mean sam.rho or ascent.rho or schedule.before.rho?"),
     ("trian.epochs=3", "unknown key trian.epochs; did you mean train.epochs?"),
     ("optimiser.rho=1", "unknown key optimiser.rho; did you mean sam.rho or ascent.rho or schedule.before.rho?"),
-    ("before.sigma=1", "unknown key before.sigma; did you mean ascent.sigma or schedule.before.sigma?"),
+    ("before.sigma=1", "unknown key before.sigma; did you mean schedule.before.sigma?"),
+    ("mask.before.rho=1", "unknown key mask.before.rho; did you mean schedule.before.rho?"),
+    ("schedule.befor.roh=1", "unknown key schedule.befor.roh; did you mean schedule.before.rho?"),
+    ("mask.iner.sparsty=0.5", "unknown key mask.iner.sparsty; did you mean mask.inner.sparsity?"),
+    ("msk.inner.name=fisher", "unknown key msk.inner.name; did you mean mask.inner.name?"),
+    ("inner.sparsity=0.5", "unknown key inner.sparsity; did you mean mask.inner.sparsity?"),
+    ("inner=fisher", "unknown key inner; did you mean mask.inner?"),
+    ("modle=resnet18", "unknown key modle; did you mean model?"),
     ("schedul.before.rho=1", "unknown key schedul.before.rho; did you mean schedule.before.rho?"),
     ("sparcity=0.5", "unknown key sparcity; did you mean mask.sparsity?"),
     ("colour=3", "unknown key colour; known keys: name, model, data,"),
@@ -145,6 +152,14 @@ def test_refused(override, message):
         (
             "[mask]\nname = 'suffix'\ncut = 'layer2'\ninner = {name = 'norm', drop = 0.5}",
             "mask.inner.drop has no meaning for mask.inner.name = norm, only for dynamic",
+        ),
+        (
+            "[mask]\nname = 'suffix'\ncut = 'layer2'\ninner = {name = 'fisher', sparsty = 0.5}",
+            "unknown key mask.inner.sparsty; did you mean mask.inner.sparsity?",
+        ),
+        (
+            "[schedule]\nname = 'last-steps'\nfraction = 0.3\nbefore = {name = 'momentum', roh = 0.1}",
+            "unknown key schedule.before.roh; did you mean schedule.before.rho?",
         ),
         (
             "[schedule]\nname = 'last-steps'\nfraction = 0.3\nbefore = 'momentun'",

@@ -265,6 +265,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(whole, tmp_path, how):
     output = finish(torchrun("--resume", run.path))
     assert run.finished, output
     assert_same_run(run, whole[0])
+    assert len(run.read("environment.json").values["resumed"]) == 1
 
 
 FAILING = """

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import warnings
+from datetime import datetime
 
 import pytest
 from digits_runs import CPU, METHODS, SHORT, final_weights, last_checkpoint, recipe
@@ -16,7 +17,8 @@ from sparsam.runs.checkpoint import load_checkpoint, save_checkpoint
 from sparsam.runs.directory import RunDirectory
 from sparsam.runs.files import RunError
 from sparsam.training import Trainer, resume, train
-from sparsam.training.launch import new_run
+from sparsam.training.launch import new_run, old_run
+from sparsam.training.ranks import ReadOnlyDirectory
 
 EVERY_STEP = ("train.checkpoint_steps=1", "train.epochs=3")
 
@@ -114,6 +116,18 @@ def test_resume_without_a_checkpoint_starts_again(tmp_path, whole):
     RunDirectory(tmp_path / "run").create(recipe("sgd", *EVERY_STEP), {})
     resume(tmp_path / "run", device=CPU)
     assert same(final_weights(tmp_path / "run"), final_weights(whole("sgd").path))
+    assert [entry["steps"] for entry in RunDirectory(tmp_path / "run").read("environment.json").values["resumed"]] == [
+        0
+    ]
+
+
+def test_resume_without_environment_json_writes_none(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    run.create(recipe("sgd", *EVERY_STEP), {})
+    (run.path / "environment.json").unlink()
+    resume(run.path, device=CPU)
+    assert run.finished
+    assert not (run.path / "environment.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -138,6 +152,43 @@ def test_a_run_that_goes_on_elsewhere_says_so_once(tmp_path, begun, moved):
         resume(run.path, device=CPU)
     words = [str(w.message) for w in caught]
     assert words == ([f"{run.path} will not end with the numbers of an uninterrupted run: {moved}"] if moved else [])
+
+
+def test_a_run_notes_each_time_it_goes_on_and_what_has_changed(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+
+    def take(trainer, steps):
+        taken = trainer.steps()
+        for _ in range(steps):
+            next(taken)
+        taken.close()
+
+    take(new_run(recipe("sgd", *EVERY_STEP), run.path, device=CPU), 14)
+    begun = run.read("environment.json").values
+    assert "resumed" not in begun
+    take(old_run(run.path, device=CPU), 3)
+    here = run.read("environment.json").values
+    (entry,) = here.pop("resumed")
+    assert here == begun
+    assert entry.keys() == {"steps", "started"}
+    assert entry["steps"] == 14
+    assert datetime.fromisoformat(entry["started"]) >= datetime.fromisoformat(begun["started"])
+
+    began_elsewhere = {**begun, "torch": "2.0", "processes": 2, "git": "0123456789ab", "resumed": [{"steps": 14}]}
+    del began_elsewhere["threads"]  # as in runs of older versions, which did not write it
+    (run.path / "environment.json").write_text(json.dumps(began_elsewhere))
+    with pytest.warns(UserWarning, match="processes: 2 at its start, 1 now"):
+        resume(run.path, device=CPU)
+    first, entry = run.read("environment.json").values["resumed"]
+    assert first == {"steps": 14}
+    del entry["started"]
+    assert entry == {"steps": 17, **{key: begun[key] for key in ("torch", "threads", "processes", "git")}}
+
+
+def test_processes_that_write_nothing_note_nothing(tmp_path):
+    RunDirectory(tmp_path / "run").create(recipe("sgd"), {"torch": "2.0"})
+    ReadOnlyDirectory(tmp_path / "run").note_resumed(0, {"torch": "2.1"})
+    assert RunDirectory(tmp_path / "run").read("environment.json").values == {"torch": "2.0"}
 
 
 def test_masks_measured_before_base_steps_survive_a_death(tmp_path, monkeypatch):

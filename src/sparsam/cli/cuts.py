@@ -172,8 +172,8 @@ def show(recipe: Recipe, images: Images, costs: Costs, device: torch.device, bud
     of_sam = {cut.name: cost for cut, cost in costs.counts.costs().items()}
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("Cut before", no_wrap=True)
-    bought_by = f"{budget:g} buys, % of the steps"
-    for heading in ("Weights after, %", "SAM, ×: counted", "F-SAM, ×: counted", "measured", bought_by):
+    costly = "SAM, ×\ncounted", "F-SAM, ×\ncounted", "F-SAM, ×\nmeasured"
+    for heading in ("Weights\nafter, %", *costly, f"{budget:g} buys,\n% of steps"):
         table.add_column(heading, justify="right")
     different = []
     for cut, cost in costs.measured.items():
@@ -189,16 +189,20 @@ def show(recipe: Recipe, images: Images, costs: Costs, device: torch.device, bud
     console.print(_caption(recipe, images, device), style="dim")
     if different:
         console.print(
-            f"Counted and measured differ by more than a tenth of a step from {', '.join(different)}: on this machine "
-            f"the budget buys another part of the steps. Thrifty keeps to what is counted."
+            f"Counted and measured differ by more than a tenth of a step for the cut before {', '.join(different)}, in "
+            f"brackets counted minus measured. On this machine the budget would buy another part of the steps. Thrifty "
+            f"keeps to what is counted."
         )
-    console.print(f"With a budget of {budget:g} base steps thrifty SAM perturbs what follows {choice.cut}, ", end="")
     console.print(
+        f"With a budget of {budget:g} base steps thrifty SAM perturbs what follows {choice.cut}, "
         f"{100 * choice.weights:.3g} % of the weights, in the last {100 * choice.fraction:.3g} % of the steps:"
     )
     base = f"torch.optim.{BASE_METHODS[recipe.optimizer.name]}"
     console.print(f"  thrifty(model, {base}, x, total_steps=..., budget={budget:g}, lr=...)", soft_wrap=True)
-    console.print("To perturb only what follows a cut, and to compute nothing before it twice, in every step:")
+    console.print(
+        f"SSAM-C perturbs it in every step, at {of_sam[choice.cut]:.2f} base steps each, and computes nothing before "
+        f"the cut twice:"
+    )
     console.print(f'  SuffixMask(model, cut="{choice.cut}")', soft_wrap=True)
 
 
@@ -216,8 +220,8 @@ def _caption(recipe: Recipe, images: Images, device: torch.device) -> str:
         how = "the GPU's own time, as in a CUDA graph" if is_captured(recipe, device) else "launched from Python"
         where = f"{torch.cuda.get_device_name(device)} ({how})"
     return (
-        f"{recipe.model.name}: median of {PASSES} timed passes, forward and backward, after {WARM_UP} to warm up; "
-        f"{_batch(recipe, images)}, {images.classes} classes, {recipe.train.precision}; {where}; torch "
+        f"Measured on {recipe.model.name}: median of {PASSES} timed passes, forward and backward, after {WARM_UP} to "
+        f"warm up; {_batch(recipe, images)}, {images.classes} classes, {recipe.train.precision}; {where}; torch "
         f"{torch.__version__}.\n"
         f"×: cost of a step relative to one {BASE_METHODS[recipe.optimizer.name]} step: 1 + what follows the cut + the "
         f"perturbation. F-SAM (Friendly SAM) is how thrifty SAM perturbs; it keeps a mean of gradients."

@@ -47,7 +47,7 @@ def check_installation() -> int:
                 import_module(name)
             print(f"{name:13} {version(DISTRIBUTION.get(name, name))}")
         except (ImportError, PackageNotFoundError):
-            print(f"{name:13} missing: {purpose} need it. pip install {remedy}")
+            print(f"{name:13} not installed, needed only for {purpose}: pip install {remedy}")
     right = _step()
     print(f"a step        {'gives the right numbers' if right else 'gives WRONG numbers: the installation is broken'}")
     return 0 if right else 1

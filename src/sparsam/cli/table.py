@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table as RichTable
 
 from sparsam.report import Table
@@ -28,9 +31,16 @@ def show_table(table: Table, console: Console) -> None:
     for name in (*LEAST_WANTED, *reversed(table.columns[2:])):
         if sum(least[i] + 3 for i in columns) > console.width:
             columns = [i for i in columns if table.columns[i] != name]
-    shown = RichTable(box=SIMPLE_HEAD, pad_edge=False)
+    names = [row[0] for row in table.rows]
+    room = console.width - 2 - sum(least[i] + 2 for i in columns if i)  # for names, if all else is tight
+    beside = all(len(f"{name.text} ({name.note})") <= room for name in names if name.note)
     notes = console.width >= NOTES
-    tight = sum(max(_width(table, i), len(table.columns[i])) + 3 for i in columns) > console.width
+    longest = max(
+        (len(f"{name.text} ({name.note})" if beside and name.note else name.text) for name in names), default=0
+    )
+    wanted = [longest, *(max(_width(table, i), len(table.columns[i])) for i in columns if i)]
+    tight = sum(width + 3 for width in wanted) > console.width
+    shown = RichTable(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=tight)
     for i in columns:  # where not all fits in one line, headings are broken, numbers are not
         shown.add_column(
             table.columns[i],
@@ -40,12 +50,27 @@ def show_table(table: Table, console: Console) -> None:
             overflow="fold",
         )
     for row in table.rows:
-        cells = [row[i] for i in columns]
-        shown.add_row(*(f"{c.text}\n[dim]{c.note}[/dim]" if notes and c.note else c.text for c in cells))
+        cells = [f"{c.text}\n[dim]{c.note}[/dim]" if notes and c.note else c.text for c in (row[i] for i in columns)]
+        if beside and row[0].note:
+            cells[0] = f"{row[0].text} [dim]({row[0].note})[/dim]"
+        elif len(row[0].text) > room:
+            cells[0] = "\n".join(_broken(row[0].text, room))
+        shown.add_row(*cells)
     console.print(shown)
-    for row in table.rows:
-        if row[0].note and not notes:
-            console.print(f" {row[0].text}: {row[0].note}", style="dim")
+    if not beside and not notes:
+        for note in dict.fromkeys(name.note for name in names if name.note):
+            those = ", ".join(name.text for name in names if name.note == note)
+            console.print(Padding(f"{those}: {note}", (0, 0, 0, 1)), style="dim")
+
+
+def _broken(name: str, width: int) -> list[str]:
+    """Return a name in lines, broken after a hyphen or a space."""
+    lines = [""]
+    for piece in re.findall(r"[^-\s]+[-\s]?|[-\s]", name):
+        if lines[-1] and len(lines[-1] + piece.rstrip()) > width:
+            lines.append("")
+        lines[-1] += piece
+    return lines
 
 
 def _width(table: Table, column: int) -> int:

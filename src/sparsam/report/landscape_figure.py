@@ -113,6 +113,8 @@ def draw_surfaces(landscapes: Sequence[Landscape], path: Path) -> list[Path]:
         ax.set(xlim=(-span, span), ylim=(-span, span), zlim=(floor, top))
         inner = [-span / 2, 0, span / 2]  # at the corners the numbers of two axes would touch
         ax.set(xticks=inner, yticks=inner)
+        ax.xaxis.set_major_formatter("{x:g}")
+        ax.yaxis.set_major_formatter("{x:g}")
         ax.set_zticks(scale.height(ticks), [f"{tick:g}" for tick in ticks])
         for axis in (ax.xaxis, ax.yaxis, ax.zaxis):
             axis.set_pane_color((0.985, 0.985, 0.98, 1))
@@ -120,8 +122,9 @@ def draw_surfaces(landscapes: Sequence[Landscape], path: Path) -> list[Path]:
             axis._axinfo["grid"].update(color=RULE, linewidth=0.5)
             axis._axinfo["tick"].update(inward_factor=0, outward_factor=0)
         ax.tick_params(colors=QUIET, labelsize=7, pad=-3)
-        ax.set_xlabel("a", color=QUIET, fontsize=8.5, labelpad=-9)
-        ax.set_ylabel("b", color=QUIET, fontsize=8.5, labelpad=-9)
+        ax.zaxis.set_tick_params(pad=0)  # its numbers are wider, and stand beside the line
+        ax.set_xlabel("a", color=QUIET, fontsize=8.5, labelpad=-4)
+        ax.set_ylabel("b", color=QUIET, fontsize=8.5, labelpad=-4)
         _name(ax, shown, label)
     _frame(figure, panels, landscapes, width, scale, dot=False)
     with np.errstate(all="ignore"):  # beside gaps, matplotlib projects memory that nobody has written, and hides it

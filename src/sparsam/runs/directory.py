@@ -1,7 +1,7 @@
 """A run's directory: what was asked for, what it ran on, what came out.
 
 recipe.json         the resolved recipe, every default written out
-environment.json    versions, hardware, git commit
+environment.json    versions, hardware, git commit; `resumed` has an entry for each time the run went on
 metrics.jsonl       one line for each finished epoch
 summary.json        the end result; absent while a run is unfinished
 checkpoints/        last.pt and best.pt
@@ -57,6 +57,15 @@ class RunDirectory:
         self.check_new()
         self._write("environment.json", environment)
         self._write("recipe.json", recipe.to_dict())  # the last, because it makes this a run
+
+    def note_resumed(self, steps: int, environment: dict[str, Any]) -> None:
+        """Note that the run goes on after so many steps, when, and what is not as it was at the start."""
+        if not (self.path / "environment.json").is_file():
+            return  # the run goes on without
+        first = self.read("environment.json").values
+        changed = {key: value for key, value in environment.items() if key == "started" or first.get(key) != value}
+        resumed = [*first.get("resumed", []), {"steps": steps, **changed}]
+        self._write("environment.json", {**first, "resumed": resumed})
 
     def check_new(self) -> None:
         """Refuse to overwrite a run."""

@@ -22,6 +22,7 @@ from sparsam.errors import UserValueError
 
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 REQUIRED = object()  # the default of a setting that must be given
+SIMILAR = 0.6  # from here on a misspelled name is taken for another, as in difflib
 NONE = "none"  # TOML has no null: this text stands for it, where a setting may be None
 
 
@@ -91,8 +92,8 @@ def build(schema: Any, values: Any, prefix: str = "", root: Any = None) -> Any:
     fields = {f.name: f for f in dataclasses.fields(schema)}
     for key, value in values.items():
         if key not in fields:
-            path = key + _first_key(value)
-            raise RecipeError(f"unknown key {prefix}{path}; {_did_you_mean(prefix, path, fields, root)}")
+            path = prefix + key + _first_key(value)
+            raise RecipeError(f"unknown key {path}; {_did_you_mean(path, [prefix + name for name in fields], root)}")
     complete: dict[str, Any] = {}
     for f in dataclasses.fields(schema):  # the name, which decides about the others, comes first
         value, key = values.get(f.name), f"{prefix}{f.name}"
@@ -173,27 +174,42 @@ def _first_key(value: Any) -> str:
     return f".{key}{_first_key(inner)}"
 
 
-def _did_you_mean(prefix: str, path: str, known: Iterable[str], root: Any) -> str:
-    """Suggest a similar key of the table, or the keys of that name in any other table, each from the root on."""
-    everywhere = list(_keys(root))
-    table, dot, inner = path.partition(".")
-    close = [f"{prefix}{name}{dot}{inner}" for name in difflib.get_close_matches(table, known, 1)]
-    if inner:  # in a table that is not known
-        close = [path for path in close if path in everywhere]
-    key = path.split(".")[-1]
-    for name in (key, *difflib.get_close_matches(key, {path.split(".")[-1] for path in everywhere}, 1)):
-        close = close or [path for path in everywhere if path.split(".")[-1] == name]
-    return f"did you mean {' or '.join(close)}?" if close else f"known keys: {', '.join(prefix + k for k in known)}"
+def _did_you_mean(key: str, known: Iterable[str], root: Any) -> str:
+    """Suggest the keys that are most like a whole key; if there is none, like the rest of it without its first table.
+
+    Args:
+        key: The unknown key, from the root on.
+        known: The keys of its table, which are listed if no other key is similar.
+        root: The dataclass of all tables.
+    """
+    parts = key.split(".")
+    for start in range(len(parts)):
+        tail = parts[start:]
+        close = _closest(tail, _keys(root, repeats=int(len(tail) > 1)))
+        if close:
+            return f"did you mean {' or '.join(close)}?"
+    return f"known keys: {', '.join(known)}"
 
 
-def _keys(schema: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the keys of a table and of those in it, but not again of a table inside one like itself."""
+def _closest(parts: Sequence[str], keys: Iterable[str]) -> list[str]:
+    """Return the keys that end most like some parts; each part must be similar."""
+    likeness = {}
+    for key in keys:
+        end = key.split(".")[-len(parts) :]
+        ratios = [difflib.SequenceMatcher(None, own, given).ratio() for own, given in zip(end, parts, strict=False)]
+        if len(end) == len(parts) and min(ratios) >= SIMILAR:
+            likeness[key] = sum(ratios)
+    best = max(likeness.values(), default=0.0)
+    return [key for key, found in likeness.items() if found == best]
+
+
+def _keys(schema: Any, prefix: str = "", repeats: int = 0, outer: tuple[Any, ...] = ()) -> Iterator[str]:
+    """Yield the keys of a table and of those in it, `repeats` times also of a table inside one like itself."""
     for f in dataclasses.fields(schema):
-        expected, _ = _type(schema, f.name)
-        if not dataclasses.is_dataclass(expected):
-            yield prefix + f.name
-        elif expected is not schema:
-            yield from _keys(expected, f"{prefix}{f.name}.")
+        key, (expected, _) = prefix + f.name, _type(schema, f.name)
+        yield key
+        if dataclasses.is_dataclass(expected) and outer.count(expected) <= repeats:
+            yield from _keys(expected, f"{key}.", repeats, (*outer, expected))
 
 
 # ------------------------------------------------------------------------------------------------- layers of values

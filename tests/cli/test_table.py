@@ -1,0 +1,51 @@
+"""Tables in terminals of any width: whole numbers, names broken at hyphens, notes where there is room."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from sparsam.cli.table import show_table
+from sparsam.report.table import Cell, Table
+
+NAMES = {"cifar10-resnet18-sgd": "ours", "cifar10-resnet18-ssam-f-sparsity0.95": "", "cifar10-resnet18-sam": "ours"}
+COLUMNS = ("Row", "Paper, %", "Ours, %", "n", "Difference", "FLOPs (theory)")
+NUMBERS = ("96.66", "95.12 ± 0.31", "3", "-1.54", "1.33×")
+
+
+def shown(width, names=NAMES):
+    """Return the lines of a table without the spaces at their ends."""
+    rows = tuple((Cell(name, note), *map(Cell, NUMBERS)) for name, note in names.items())
+    out = StringIO()
+    show_table(Table(COLUMNS, rows), Console(file=out, width=width))
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize("width", range(50, 140, 3))
+def test_lines_fit_and_numbers_are_whole(width):
+    lines = shown(width)
+    assert max(map(len, lines)) <= width
+    assert [line.count("95.12 ± 0.31") for line in lines if "96.66" in line] == [1, 1, 1]
+    assert sum("ours" in line for line in lines) in (1, 2)  # once for both rows, or beside each
+
+
+def test_a_name_that_does_not_fit_is_broken_after_a_hyphen():
+    lines = shown(70)
+    (first,) = (i for i, line in enumerate(lines) if line.startswith(" cifar10-resnet18-ssam"))
+    pieces = [line.split()[0] for line in lines[first : first + 2]]
+    assert pieces == ["cifar10-resnet18-ssam-f-", "sparsity0.95"]
+
+
+def test_notes_stand_beside_the_names_or_once_below():
+    assert sum(line.startswith(" cifar10-resnet18-sgd (ours) ") for line in shown(120)) == 1
+    assert shown(65)[-1] == " cifar10-resnet18-sgd, cifar10-resnet18-sam: ours"
+    long = {**NAMES, "cifar10-resnet18-sam": "a note that is longer than the room beside its name would be"}
+    beneath = shown(118, long)
+    assert " ours" in beneath  # a line of its own
+    assert not any("(ours)" in line for line in beneath)
+
+
+def test_a_table_without_rows():
+    assert not any(line.strip() for line in shown(80, {}))
