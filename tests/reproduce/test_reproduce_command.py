@@ -136,7 +136,7 @@ def test_from_a_folder_shows_the_same_table_and_trains_nothing(own, reproduced):
     table = shown[shown.index("table1") : shown.index("figure1")].strip()
     assert table in text
     whole = invoke("reproduce", own, "--only", "sgd", "--from", output).stdout
-    assert "There are also runs of 2 epochs; --epochs 2 shows those." in whole
+    assert "There are also runs of 2 epochs: --epochs 2 shows those of 2." in whole
     assert "There is no run of table1 in" in whole
 
 

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from sparsam.training.planned import PlannedRun
 
 
+PAPER_NOTE = "Paper: the highest accuracy of all epochs. Ours: that of the last. FLOPs: by the paper's formula."
+
+
 class Engine(StrEnum):
     """Who trains the runs."""
 
@@ -46,7 +49,8 @@ def reproduce(
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each row, with seeds 0, 1, ...")] = 1,
     epochs: Annotated[
-        int | None, typer.Option(min=1, help="Train for so many epochs: scaled down, and labelled so.")
+        int | None,
+        typer.Option(min=1, help="Train for so many epochs, scaled down and labelled so; with --from: show such runs."),
     ] = None,
     settings: Set = None,
     engine: Annotated[Engine, typer.Option(help="local: this process. ray: tasks of a Ray cluster.")] = Engine.local,
@@ -83,8 +87,8 @@ def reproduce(
     sparsam reproduce --list
     sparsam reproduce table1 --dry-run
     sparsam reproduce table1 --from results/
-    sparsam reproduce table1 --only cifar10 --seeds 3 --set data.root=DATA --set train.precision=bf16
-    sparsam reproduce table9 --epochs 30 --engine ray --address auto --set data.root=/shared/DATA
+    sparsam reproduce table1 --only cifar10 --seeds 3 --set data.root=DATA
+    sparsam reproduce table9 --epochs 30 --engine ray --address auto
     ```
     """
     from sparsam.reproduce.experiments import chosen, find_experiments
@@ -211,7 +215,7 @@ def _show(
         replace_file(output / f"{name}.csv", comma_separated(results))
         if experiment.shows is None:
             tables[title] = table
-            _print_table(title, table)
+            _print_table(title, table, _note(experiment))
         else:
             rich.print(f"\n[bold]{title}[/bold]")
             draw_figure(experiment, results, output, device, samples, points)
@@ -249,7 +253,7 @@ def _show_folder(experiments: Sequence[Experiment], folder: Path, changes: list[
     runs = _runs_in(folder)
     for experiment in experiments:
         results = compare(experiment, runs, changes)
-        _print_table(experiment.heading(changes), paper_table(results))
+        _print_table(experiment.heading(changes), paper_table(results), _note(experiment))
         if not any(result.method for result in results):
             rich.print(f"There is no run of {experiment.name} in {folder}.")
         elif experiment.shows is not None:
@@ -257,13 +261,19 @@ def _show_folder(experiments: Sequence[Experiment], folder: Path, changes: list[
         others = [] if changes else sorted(other_epochs(experiment, runs))
         if others:
             epochs = " and ".join(map(str, others))
-            rich.print(f"There are also runs of {epochs} epochs; --epochs {others[-1]} shows those.")
+            rich.print(f"There are also runs of {epochs} epochs: --epochs {others[-1]} shows those of {others[-1]}.")
 
 
-def _print_table(title: str, table: Any) -> None:
+def _note(experiment: Experiment) -> str:
+    return PAPER_NOTE if any(row.paper is not None for row in experiment.rows) else ""
+
+
+def _print_table(title: str, table: Any, note: str = "") -> None:
     console = rich.get_console()
     console.print(f"\n[bold]{title}[/bold]", highlight=False)
     show_table(table, console)
+    if note:
+        console.print(note, style="dim")
 
 
 def _list(experiments: Sequence[Experiment]) -> None:

@@ -160,7 +160,8 @@ class Recorder:
         if recording.input is None:
             inputs = tensors_in(args, kwargs)
             self._note_between(inputs)
-            recording.input, recording.random = Kept((args, kwargs), _versions(inputs)), get_rng_state(recording.devices)
+            recording.input = Kept((args, kwargs), _versions(inputs))
+            recording.random = get_rng_state(recording.devices)
             self._reach(inputs)
         elif not same_tensors(recording.input.value, (args, kwargs)):
             if not in_backward():

@@ -76,8 +76,7 @@ def _continue(directory: RunDirectory, device: torch.device | None, progress: Pr
         warn_if_moved(directory, device)
         trainer.load(directory.last)
     directory.keep_epochs(trainer.epoch)
-    steps = min(trainer.epoch * trainer.loader.steps + trainer.batch, trainer.total_steps)
-    directory.note_resumed(steps, describe_environment(device))
+    directory.note_resumed(min(trainer.steps_taken, trainer.total_steps), describe_environment(device))
     return trainer
 
 
