@@ -181,8 +181,8 @@ class Replay:
         recording.path, recording.before = path, path.before
         if with_gradient:
             names = [call.name for call in recording.calls if not self._weights(call.name).isdisjoint(with_gradient)]
-            what = repr(names[0]) if names else "code between the modules"
-            recording.obstacle = recording.obstacle or f"{what} computes gradients itself"
+            what = f"{names[0]!r} computes gradients itself, or code" if names else "code"
+            recording.obstacle = recording.obstacle or f"{what} between the modules before {self.cut!r} computes some"
         assert recording.input is not None
         inputs = tensors_in(recording.input.value)
         if path.proven < 2 or all(t.device.type == "cpu" for t in inputs):  # later it would have to wait for a GPU
