@@ -772,6 +772,24 @@ class LocalLearning(Pattern):
         self.stem = LearnsAlone()
 
 
+class LocalLearningBetween(Pattern):
+    """Code between the modules calls backward(), and hands on detached values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.stem(x))
+        h.square().mean().backward()
+        return self.behind(h.detach())
+
+
+class GradientBetween(Pattern):
+    """Code between the modules calls autograd.grad, and multiplies by what comes out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        (g,) = torch.autograd.grad(h.square().sum(), self.stem.weight, retain_graph=True)
+        return self.behind(torch.tanh(h) * g.mean().sigmoid())
+
+
 class Saliency(Layer):
     def forward(self, x: Tensor) -> Tensor:
         x = x.clone().requires_grad_()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -15,8 +14,8 @@ from sparsam.errors import CaptureError
 from sparsam.passes import Closure, Passes
 from sparsam.replay.modules import parameters_before_by_order, unwrap
 from sparsam.replay.proof import Outcome, difference, is_repeatable, matched, named
-from sparsam.replay.recording import Recording
-from sparsam.replay.replay import Path, Replay
+from sparsam.replay.recording import Path, Recording
+from sparsam.replay.replay import Replay
 from sparsam.replay.reuse import OtherValuesError
 
 REMEDY = (
@@ -62,7 +61,6 @@ class ReplayedPasses(Passes):
         self._prefix: list[bool] = []  # which of the optimizer's parameters lie before the cut
         self._skipped: Iterable[nn.Module] = ()
         self._named: dict[str, Tensor] = {}  # the parameters whose gradients a proof compares
-        self._latest: deque[object] = deque(maxlen=2)  # paths of the latest steps
 
     def first(self, closure: Closure) -> Any:
         """Run and record the first pass; its gradient ends at the cut, where that is proven to be right."""
@@ -130,7 +128,7 @@ class ReplayedPasses(Passes):
         if recording is not None and path is not None:
             self._check_capture(recording, path)
             if not _is_capturing():
-                self._latest.append(recording.path)
+                self.replay.latest.append(path)
         if recording is None or path is None:
             recording = None  # and the graph that it holds
             self._keep_skipped()
@@ -147,7 +145,7 @@ class ReplayedPasses(Passes):
 
     def _check_capture(self, recording: Recording, path: Path) -> None:
         """Refuse to capture a step that has to prove its path, or that takes another one than the steps before it."""
-        another = path.proven < 2 or any(latest != recording.path for latest in self._latest)
+        another = path.proven < 2 or any(latest is not path for latest in self.replay.latest)
         if another and _is_capturing():
             raise CaptureError(
                 f"a step that is captured in a CUDA graph must take the path to {recording.cut!r} that the two steps "
@@ -174,7 +172,7 @@ class ReplayedPasses(Passes):
         def shorter() -> Any:
             with self.replay.first_pass(proof=True) as shortened:
                 loss = closure()
-            if shortened.path != recording.path or shortened.open:
+            if shortened.path is not path or shortened.open:
                 raise NotProvenError(shortened.obstacle or "it took another path")
             return loss
 

@@ -69,6 +69,16 @@ class Before(NamedTuple):
 
 
 @dataclass
+class Path:
+    """What is known of one path to the cut."""
+
+    before: Before
+    custom: bool = False  # whether the graph after the cut holds functions that torch does not know
+    moved: set[Any] = field(default_factory=set)  # buffers that first passes on it have moved
+    proven: int = 0  # 1: that the first pass may end at the cut; 2: that the second may start there
+
+
+@dataclass
 class Recording:
     """What a first pass leaves for the second."""
 
@@ -84,7 +94,7 @@ class Recording:
     input: Kept | None = None  # args and kwargs of the module at the cut
     before: Before | None = None
     between: set[Tensor] = field(default_factory=set)  # parameters that code between the modules has used
-    path: tuple[Any, ...] = ()  # set where the cut is reached
+    path: Path | None = None  # that was taken to the cut
     start: RngState = field(default_factory=dict)  # of random numbers, where the model was called
     random: RngState = field(default_factory=dict)  # at the cut
     draws: bool = False  # whether random numbers were drawn between the two
@@ -104,9 +114,8 @@ class Recorder:
 
     Args:
         recording: Where to.
-        reach: Called where the cut is reached, with the parameters whose gradients the way there has set: it fills in
-            `before` and `sums`, and may leave the recording open.
-        needs_gradient: Tells whether the suffix must see an input that requires a gradient.
+        reach: Called where the cut is reached, with what tells the path there from others, and with the parameters
+            whose gradients it has set. It fills in `path`, `before` and `sums`, and may leave the recording open.
         parameters: Of the model.
         keeps_random: Whether to keep the random states that modules leave.
     """
@@ -114,13 +123,11 @@ class Recorder:
     def __init__(
         self,
         recording: Recording,
-        reach: Callable[[Recording, list[Tensor]], None],
-        needs_gradient: Callable[[Recording], bool],
+        reach: Callable[[Recording, tuple[Any, ...], list[Tensor]], None],
         parameters: Sequence[Tensor],
         keeps_random: bool,
     ) -> None:
-        self.recording, self.reach, self.needs_gradient = recording, reach, needs_gradient
-        self.parameters, self.keeps_random = parameters, keeps_random
+        self.recording, self.reach, self.parameters, self.keeps_random = recording, reach, parameters, keeps_random
         self._detach: Callable[[Tensor], Tensor] = Tensor.detach
         self._grads: list[Tensor | None] = []  # of the parameters, where the model was called
         self._known: set[Node] = set()  # nodes that modules have returned
@@ -200,7 +207,7 @@ class Recorder:
             for kind in sorted({device.type for device in recording.devices})
             if torch.is_autocast_enabled(kind)
         )
-        recording.path = (
+        key = (
             plain_arguments(*recording.arguments.value),
             tuple((call.name, call.arguments) for call in recording.calls),
             plain_arguments(args, kwargs),
@@ -219,10 +226,11 @@ class Recorder:
             )
         if not self.keeps_random and recording.draws:
             recording.stay_open(f"random numbers are drawn before {recording.cut!r}, and were not in earlier steps")
-        self.reach(recording, [p for p, grad in zip(self.parameters, self._grads, strict=True) if p.grad is not grad])
+        changed = [p for p, grad in zip(self.parameters, self._grads, strict=True) if p.grad is not grad]
+        self.reach(recording, key, changed)
         if recording.before is not None and not recording.before.trained_after:
             recording.stay_open(f"nothing after {recording.cut!r} is trained")
-        if self.needs_gradient(recording):
+        if recording.path is not None and recording.path.custom:  # reentrant checkpointing asks for a gradient
             self._detach = end_of_gradient
         if not recording.open:
             self._watch(inputs)

@@ -30,7 +30,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -45,7 +44,7 @@ from sparsam.passes import is_compiled, modules_of, parameters_in
 from sparsam.replay.autograd_graph import is_parameter, node_of, reachable_nodes, tensors_in
 from sparsam.replay.calls import intercepted
 from sparsam.replay.modules import Places, places_of, unwrap
-from sparsam.replay.recording import Before, EndOfGradient, Recorder, Recording, runs_distributed, sums_of
+from sparsam.replay.recording import Before, EndOfGradient, Path, Recorder, Recording, runs_distributed, sums_of
 from sparsam.replay.reuse import Reuse
 
 SHARDED = (
@@ -53,16 +52,6 @@ SHARDED = (
     "DistributedDataParallel the second pass starts at the cut"
 )
 MAX_NEW_PATHS, STEPS = 16, 100  # a model with more new paths in so many steps is not replayed
-
-
-@dataclass
-class Path:
-    """What is known of one path to the cut."""
-
-    before: Before
-    custom: bool = False  # whether the graph after the cut holds functions that torch does not know
-    moved: set[Any] = field(default_factory=set)  # buffers that first passes on it have moved
-    proven: int = 0  # 1: that the first pass may end at the cut; 2: that the second may start there
 
 
 class Replay:
@@ -78,6 +67,7 @@ class Replay:
         self.recording: Recording | None = None
         self.settled: frozenset[Tensor] | None = None  # the suffix, where other processes have agreed to it
         self.proves = True  # whether new paths are proven; tests of the other rules switch it off
+        self.latest: deque[Path] = deque(maxlen=2)  # paths of the latest steps
         self._paths: dict[tuple[Any, ...], Path] = {}
         self._new: deque[int] = deque(maxlen=MAX_NEW_PATHS + 1)  # steps in which a path was new
         self._steps = 0
@@ -100,7 +90,7 @@ class Replay:
         return {
             **self.__dict__,
             **nothing,
-            **{"_paths": {}, "_ahead": [], "_by_name": {}, "_modules": [], "_skipped": {}},
+            **{"latest": deque(maxlen=2), "_paths": {}, "_ahead": [], "_by_name": {}, "_modules": [], "_skipped": {}},
         }
 
     @property
@@ -144,7 +134,7 @@ class Replay:
             self._by_name = dict(self.model.named_parameters(remove_duplicate=False))
             recording.stay_open(SHARDED)
         reach, keeps_random = partial(self._reach, proof=proof), self._keeps_random is not False
-        recorder = Recorder(recording, reach, self._needs_gradient, params, keeps_random)
+        recorder = Recorder(recording, reach, params, keeps_random)
         with self.alone(), self._intercepted(recorder):
             yield recording
         for hook in recording.hooks:
@@ -173,26 +163,26 @@ class Replay:
     def _inside(self, names: frozenset[str]) -> set[nn.Module]:
         return {module for name in names for module in modules_of(self.model.get_submodule(name))}
 
-    def _reach(self, recording: Recording, with_gradient: list[Tensor], *, proof: bool) -> None:
+    def _reach(self, recording: Recording, key: tuple[Any, ...], with_gradient: list[Tensor], *, proof: bool) -> None:
         """Find out what lies before the cut that was just reached; let the pass be a whole one on a new path."""
         if self._sharded:
             before, now = self._used(recording), self.model.named_parameters(remove_duplicate=False)
             recording.before = Before(frozenset(self._by_name[name] for name, p in now if p in before), True)
             return
-        path = self._paths.get(recording.path)
+        path = self._paths.get(key)
         if path is None:
             before = self._used(recording)
             after = any(p.requires_grad and p not in before for p in self.model.parameters())
-            path = self._paths[recording.path] = Path(Before(before, after))
+            path = self._paths[key] = Path(Before(before, after))
             self._new.append(self._steps)
             if len(self._new) > MAX_NEW_PATHS and self._steps - self._new[0] < STEPS:
                 self._off = f"the model took more than {MAX_NEW_PATHS} new paths to {self.cut!r} in {STEPS} steps"
                 self._paths.clear()
-        recording.before = path.before
+        recording.path, recording.before = path, path.before
         if with_gradient:
             names = [call.name for call in recording.calls if not self._weights(call.name).isdisjoint(with_gradient)]
-            what = repr(names[0]) if names else "code between the modules"
-            recording.obstacle = recording.obstacle or f"{what} computes gradients itself"
+            what = f"{names[0]!r} computes gradients itself, or code" if names else "code"
+            recording.obstacle = recording.obstacle or f"{what} between the modules before {self.cut!r} computes some"
         assert recording.input is not None
         inputs = tensors_in(recording.input.value)
         if path.proven < 2 or all(t.device.type == "cpu" for t in inputs):  # later it would have to wait for a GPU
@@ -213,15 +203,10 @@ class Replay:
     def _weights(self, name: str) -> set[Tensor]:
         return set(self.model.get_submodule(name).parameters())
 
-    def _needs_gradient(self, recording: Recording) -> bool:
-        """Tell whether the detached input must still require a gradient: reentrant checkpointing asks for it."""
-        path = self._paths.get(recording.path)
-        return path is not None and path.custom
-
     def learn(self, loss: Any) -> None:
         """Keep what a whole pass on a new path showed."""
         recording = self.recording
-        path = self._paths.get(recording.path) if recording else None
+        path = recording.path if recording else None
         if recording is None or path is None or path.proven or recording.input is None:
             if recording is not None:
                 recording.outputs = []  # which nobody needs any more
@@ -251,11 +236,11 @@ class Replay:
         """Return the path of a first pass; None, with a warning, if the second pass has to be computed in full."""
         reason = self._off or self._obstacle(recording, perturbed)
         self._warn(reason)
-        return None if reason else self._paths.get(recording.path)
+        return None if reason else recording.path
 
     def known_path(self, recording: Recording) -> Path | None:
         """Return what is known of the path of a first pass; None if nothing is replayed on it."""
-        return None if self._off or recording.obstacle else self._paths.get(recording.path)
+        return None if self._off or recording.obstacle else recording.path
 
     @contextmanager
     def second_pass(self, recording: Recording, in_full: Callable[[], None]) -> Iterator[Reuse]:
@@ -299,7 +284,8 @@ class Replay:
     # --------------------------------------------------------------------------------------------- helpers
 
     def _intercepted(self, calls: Recorder | Reuse) -> AbstractContextManager[None]:
-        places = self._where()
+        places = self._places
+        assert places is not None  # since the first pass
         compiled = [name for name, module in [("", self.wrapper), *places.around] if is_compiled(module)]
         if compiled:
             what = repr(compiled[0]) if compiled[0] else "the model"
