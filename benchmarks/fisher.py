@@ -20,6 +20,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from sparsam import diagonal_fisher
+from sparsam.fisher import signs_chunk
 from sparsam.models import build_model
 
 SAMPLES = 128  # FisherMask's default
@@ -149,12 +150,14 @@ def measure_cost(model, x, y, repeats):
 
 
 def measure_resnet18(samples, device, repeats):
-    """Return what a gradient and the diagonal by random signs, in chunks of 32, take for ResNet-18."""
+    """Return what a gradient and the diagonal by random signs take for ResNet-18."""
     model = build_model("resnet18", 10).to(device)
     x, y = torch.randn(samples, 3, 32, 32).to(device), torch.randint(0, 10, (samples,)).to(device)
     ways = {
         UNIT: lambda: batch_gradient(model, x, y),
-        "signs, chunks of 32": lambda: diagonal_fisher(model, F.cross_entropy, x, y, method="signs"),
+        f"signs, chunks of {signs_chunk(samples)}": lambda: diagonal_fisher(
+            model, F.cross_entropy, x, y, method="signs"
+        ),
     }
     return seconds_in_turn(ways, device, repeats)
 

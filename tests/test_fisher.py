@@ -30,6 +30,16 @@ def test_exact_equals_brute_force(chunk_size, reduction):
     assert_same(got, fisher(t.model, F.cross_entropy, t.x, t.y))
 
 
+@pytest.mark.parametrize(("samples", "calls"), [(2048, 64), (2049, 33)])
+def test_many_samples_take_larger_chunks(samples, calls):
+    model, sizes = nn.Linear(1, 2), []
+    model.register_forward_hook(lambda _, args, __: sizes.append(len(args[0])))
+    x = torch.randn(samples, 1)
+    diagonal_fisher(model, F.cross_entropy, x, torch.zeros(samples, dtype=torch.long), method="signs")
+    assert len(sizes) == calls
+    assert sum(sizes) == samples
+
+
 @pytest.mark.parametrize("chunk_size", [None, 1, 5])
 def test_signs_equal_brute_force(chunk_size):
     t = trained_task(samples=40)

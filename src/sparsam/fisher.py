@@ -33,6 +33,7 @@ from sparsam.passes import call_model, eval_mode, model_arguments
 
 METHODS = ("exact", "signs")
 SIGNS_CHUNK = 32  # larger chunks cost less and are noisier; docs/fisher.md has the figures
+MANY_SAMPLES = 2048  # of more than these, twice as many are in a chunk: with 32 chunks and more the noise is small
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -59,8 +60,8 @@ def diagonal_fisher(
         inputs: A tensor whose first dimension is the sample, or a tuple or dict of such tensors.
         targets: The same for the targets.
         method: "exact" or "signs", see the module's text.
-        chunk_size: Samples handled at once. For "signs" at most this many share a backward pass (default
-            32). For "exact" None means one by one, which any module can do; a number takes that many
+        chunk_size: Samples handled at once. For "signs" at most this many share a backward pass (default:
+            32, and 64 of more than 2,048 samples). For "exact" None means one by one, which any module can do; a number takes that many
             through `torch.func.vmap`, faster on a GPU, for modules that vmap can handle.
         generator: Where "signs" draws its signs from; torch's global generator if None.
     """
@@ -83,7 +84,7 @@ def diagonal_fisher(
         )
     tensors = [t for t in tree_leaves((inputs, targets)) if isinstance(t, Tensor)]
     check_same_everywhere(tensors, params, "inputs and targets (of FisherMask: the data set)")
-    chunk = chunk_size or (SIGNS_CHUNK if method == "signs" else 1)
+    chunk = chunk_size or (signs_chunk(samples) if method == "signs" else 1)
     signs = _random_signs(samples, generator).to(params[0].device) if method == "signs" else None
     losses = _Losses(loss_fn)
     total = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in params]
@@ -100,6 +101,11 @@ def diagonal_fisher(
                     sum_of_squares += g.to(sum_of_squares.dtype).square().sum(0)
     torch._foreach_div_(local_parts(total), samples)
     return total
+
+
+def signs_chunk(samples: int) -> int:
+    """Return how many of so many samples share a backward pass by default."""
+    return SIGNS_CHUNK if samples <= MANY_SAMPLES else 2 * SIGNS_CHUNK
 
 
 def _random_signs(count: int, generator: torch.Generator | None) -> Tensor:
