@@ -61,8 +61,8 @@ def diagonal_fisher(
         targets: The same for the targets.
         method: "exact" or "signs", see the module's text.
         chunk_size: Samples handled at once. For "signs" at most this many share a backward pass (default:
-            32, and 64 of more than 2,048 samples). For "exact" None means one by one, which any module can do; a number takes that many
-            through `torch.func.vmap`, faster on a GPU, for modules that vmap can handle.
+            32, and 64 of more than 2,048 samples). For "exact" None means one by one, which any module can do; a number
+            takes that many through `torch.func.vmap`, faster on a GPU, for modules that vmap can handle.
         generator: Where "signs" draws its signs from; torch's global generator if None.
     """
     check_choice("method", method, METHODS)
