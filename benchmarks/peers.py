@@ -213,7 +213,9 @@ def main():
     parser.add_argument("--size", type=int, default=32, help="of an image, in pixels")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="bf16" if cuda else "fp32")
     parser.add_argument("--rounds", type=int, default=60 if cuda else 9)
-    parser.add_argument("--steps", type=int, default=3 if cuda else 1, help="in each round: few, so that turns are short")
+    parser.add_argument(
+        "--steps", type=int, default=3 if cuda else 1, help="in each round: few, so that turns are short"
+    )
     parser.add_argument("--warm-up", type=int, default=12, help="steps before the first round")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     parser.add_argument("--output", type=Path)

@@ -8,11 +8,11 @@ follows a cut, and nothing before the cut is computed twice. If a step from the 
 so a budget B buys the fraction q = (B - 1) / (c - 1). An earlier cut perturbs more of the weights, but in fewer steps.
 Thrifty takes the cut with the largest
 
-.. math::  \sqrt{\text{weights after the cut}} \cdot \min(q,\ 0.3)
+.. math::  \text{weights after the cut} \cdot \big(1 - e^{-q / 0.12}\big)
 
-so that twice the steps count more than twice the weights, and steps beyond the last 30 % do not count. Of the cuts,
-those that less than 5 % of the weights follow are left out. The costs are counted (:mod:`sparsam.replay.counting`), so
-the choice depends on the model, the shape of its batch and the budget alone.
+which is the part of SAM's gain that the search in docs/thrifty.md found there: the last 12 % of the steps bring 63 % of
+it, the last 30 % bring 92 %. Cuts that less than 5 % of the weights follow are left out. The costs are counted
+(:mod:`sparsam.replay.counting`), so the choice depends on the model, the shape of its batch and the budget alone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from sparsam.schedules import LastSteps
 
 BUDGET = 1.15
 RHO = 0.2
-ENOUGH_STEPS = 0.3  # a fraction of the steps: what is beyond does not count in the choice of a cut
+ENOUGH_STEPS = 0.12  # a fraction of the steps: so many of the last bring 63 % of what all would bring
 FEW_WEIGHTS = 0.05  # a fraction of the weights: perturbing fewer gives a warning
 CHOSEN = ("mask", "ascent", "schedule")  # arguments of SAM that are not given here
 PASSED_ON = ("adaptive", "perturbation", "process_group")  # to SAM
@@ -187,7 +187,7 @@ def choose(
     allowed = {c: cost for c, cost in costs.items() if cut in (None, c.name)}
     if fraction is None:
         worthy = [c for c in allowed if c.weights >= FEW_WEIGHTS] or [*allowed]
-        chosen = max(worthy, key=lambda c: math.sqrt(c.weights) * min(bought(budget, allowed[c]), ENOUGH_STEPS))
+        chosen = max(worthy, key=lambda c: _gain(c.weights, bought(budget, allowed[c])))
         steps = math.floor(bought(budget, allowed[chosen]) * total_steps + 1e-6)
         if not steps:
             least = 1 + (allowed[chosen] - 1) / total_steps
@@ -209,6 +209,11 @@ def choose(
         fraction = 1 - math.floor((1 - fraction) * total_steps + 1e-6) / total_steps  # whole steps
     cost = 1 + fraction * (allowed[chosen] - 1)
     return Choice(chosen.name, chosen.weights, float(fraction), int(total_steps), cost)
+
+
+def _gain(weights: float, fraction: float) -> float:
+    """Return which part of SAM's gain comes from perturbing these fractions of the weights and of the steps."""
+    return weights * (1 - math.exp(-fraction / ENOUGH_STEPS))
 
 
 def check_budget(budget: object) -> None:

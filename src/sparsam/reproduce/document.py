@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from sparsam.reproduce.experiments import Experiment
 from sparsam.reproduce.table import paper_table
 from sparsam.runs.run import Run
 
+WIDTH = 120  # of a line
 SHORTEST = 0.1  # of the paper's epochs; shorter runs were made to time steps
 
 HEAD = """# The paper's tables, and ours
@@ -70,14 +72,15 @@ def _tables(experiment: Experiment, runs: Sequence[Run]) -> Iterator[str]:
 def _made_on(results: Sequence[Result]) -> Iterator[str]:
     """Say on what the runs were made."""
     runs = [run for result in results if result.method for run in result.method.counted]
-    facts = (
-        [run.environment["device"] for run in runs],
-        [f"torch {run.environment['torch']}" for run in runs],
-        [run.recipe["train"]["precision"] for run in runs],
-        [f"commit {run.environment['git'] or 'unknown'}" for run in runs],
-    )
+    facts = {
+        "": [run.environment["device"] for run in runs],
+        "torch ": [run.environment["torch"] for run in runs],
+        "precision ": [run.recipe["train"]["precision"] for run in runs],
+        "commit ": [run.environment["git"] or "unknown" for run in runs],
+    }
     if runs:
-        yield f"Made on: {'; '.join(' and '.join(sorted(set(values))) for values in facts)}."
+        made = f"Made on: {'; '.join(name + ', '.join(sorted(set(values))) for name, values in facts.items())}."
+        yield textwrap.fill(made, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def _epochs(results: Sequence[Result]) -> str:
