@@ -49,7 +49,7 @@ def test_made_up_costs_are_those_that_were_asked_for():
 CHOSEN = {
     "many weights in many steps": ({"budget": 1.15}, ("b", 0.25)),  # a: 1 · 0.71, b: 0.9 · 0.88, c: 0.5 · 1.00
     "a smaller budget": ({"budget": 1.09}, ("b", 0.15)),  # a: 1 · 0.53, b: 0.9 · 0.71, c: 0.5 · 0.98
-    "a small budget: few steps count more than few weights": ({"budget": 1.01}, ("c", 0.05)),  # 0.08, 0.12, 0.17
+    "a small budget: fewer weights in more steps": ({"budget": 1.01}, ("c", 0.05)),  # 0.08, 0.12, 0.17
     "a large budget": ({"budget": 1.3}, ("a", 0.3)),
     "a larger one goes into steps": ({"budget": 1.5}, ("a", 0.5)),
     "more than everything": ({"budget": 2.5}, ("a", 1.0)),

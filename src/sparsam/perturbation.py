@@ -291,7 +291,7 @@ def _flat_copies(
 
 def _views(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
     """Cut a flat buffer into tensors with the shapes and, where they are dense, the strides of `like`."""
-    starts = accumulate([t.numel() for t in like], initial=0)
+    starts = accumulate([t.numel() for t in like], initial=int(flat.storage_offset()))
     return [flat.as_strided(t.shape, _dense_strides(t), start) for t, start in zip(like, starts, strict=False)]
 
 

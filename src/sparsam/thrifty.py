@@ -39,7 +39,7 @@ from sparsam.schedules import LastSteps
 
 BUDGET = 1.15
 RHO = 0.2
-ENOUGH_STEPS = 0.12  # a fraction of the steps: so many of the last bring 63 % of what all would bring
+STEPS_SCALE = 0.12  # the last fraction q of the steps brings 1 - exp(-q / STEPS_SCALE) of SAM's gain
 FEW_WEIGHTS = 0.05  # a fraction of the weights: perturbing fewer gives a warning
 CHOSEN = ("mask", "ascent", "schedule")  # arguments of SAM that are not given here
 PASSED_ON = ("adaptive", "perturbation", "process_group")  # to SAM
@@ -79,7 +79,7 @@ class ThriftySAM(SAM):
     choice: Choice
 
     def __repr__(self) -> str:
-        return f"{super().__repr__()}\n{self.choice}"
+        return f"{super().__repr__()}\nchoice: {self.choice}"
 
 
 def thrifty(
@@ -186,7 +186,8 @@ def choose(
         )
     allowed = {c: cost for c, cost in costs.items() if cut in (None, c.name)}
     if fraction is None:
-        worthy = [c for c in allowed if c.weights >= FEW_WEIGHTS] or [*allowed]
+        affordable = [c for c in allowed if bought(budget, allowed[c]) * total_steps + 1e-6 >= 1] or [*allowed]
+        worthy = [c for c in affordable if c.weights >= FEW_WEIGHTS] or affordable
         chosen = max(worthy, key=lambda c: _gain(c.weights, bought(budget, allowed[c])))
         steps = math.floor(bought(budget, allowed[chosen]) * total_steps + 1e-6)
         if not steps:
@@ -213,7 +214,7 @@ def choose(
 
 def _gain(weights: float, fraction: float) -> float:
     """Return which part of SAM's gain comes from perturbing these fractions of the weights and of the steps."""
-    return weights * (1 - math.exp(-fraction / ENOUGH_STEPS))
+    return weights * (1 - math.exp(-fraction / STEPS_SCALE))
 
 
 def check_budget(budget: object) -> None:

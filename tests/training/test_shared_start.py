@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
-from digits_runs import CPU, SHORT, final_weights, numbers
+from digits_runs import CPU, SHORT, equal, final_weights, numbers
 
 from cases import same
+from sparsam.runs.checkpoint import load_checkpoint
 from sparsam.runs.directory import RunDirectory
-from sparsam.training import Interrupted, RecipeError, Trainer
+from sparsam.training import Interrupted, RecipeError, Trainer, load_recipe
 from sparsam.training.comparison import compare_recipes
+from sparsam.training.planned import PlannedRun
+from sparsam.training.shared_start import SharedStart
+from sparsam.training.turns import train_runs
 
 ROWS = {  # 24 steps, 12 an epoch
     "third": "sam.rho = 0.2\nschedule.fraction = 0.333",
@@ -58,6 +67,7 @@ def assert_same_runs(output, others):
         one, other = RunDirectory(output / path.name), RunDirectory(path)
         assert numbers(one.metrics()) == numbers(other.metrics())
         assert same(final_weights(one.path), final_weights(other.path))
+        assert equal(load_checkpoint(one.best, CPU), load_checkpoint(other.best, CPU))
         for key in ("test_accuracy", "best_accuracy", "best_epoch", "perturbed", "theoretical_flops", "steps"):
             assert one.summary()[key] == other.summary()[key]
 
@@ -102,19 +112,128 @@ def test_a_command_that_was_stopped_goes_on(tmp_path, alone, recipes, steps_of, 
     assert steps_of == {"digits-sgd": 24, "third": 8, "all of it": 12}
 
 
-def test_runs_do_not_wait_for_one_that_is_past_their_step_or_fails(tmp_path, alone, recipes, steps_of, monkeypatch):
-    options = {"overrides": SHORT, "device": CPU}
-    compare_recipes(["digits-sgd"], 1, tmp_path / "past", **options)
-    compare_recipes([recipes[0], "digits-sgd"], 1, tmp_path / "past", **options, share_start=True)
-    assert steps_of == {"digits-sgd": 24, "third": 24}
+def plan(tmp_path, *names, **settings):
+    """Return the runs of some rows."""
+    overrides = [*SHORT, *(f"train.{key}={value}" for key, value in settings.items())]
+    sources = [tmp_path / name if name.endswith(".toml") else name for name in names]
+    return [PlannedRun(r, tmp_path / f"{r.name}-seed0") for r in (load_recipe(s, overrides) for s in sources)]
+
+
+@pytest.fixture
+def rows(tmp_path, recipes):
+    """Put the recipes where the runs are."""
+    for path in recipes[:-1]:
+        (tmp_path / path.name).write_text(path.read_text())
+
+
+def test_no_run_waits_for_one_that_is_past_its_step(tmp_path, alone, rows, steps_of, monkeypatch):
+    counting, order = Trainer._step, []
+
+    def stops(self, x, y):
+        order.append(self.recipe.name)
+        if len(order) == 20:
+            signal.raise_signal(signal.SIGTERM)
+        return counting(self, x, y)
+
+    monkeypatch.setattr(Trainer, "_step", stops)
+    planned = plan(tmp_path, "digits-sgd", "third.toml", "wider.toml")
+    with pytest.raises(Interrupted):
+        train_runs(planned[:1], device=CPU)
+    train_runs(planned, device=CPU, at_once=2, share_start=True)
+    assert steps_of == {"digits-sgd": 24, "third": 24, "wider": 8}  # those that come too late share with each other
+    assert order.index("third") < 22  # beside it, not after it
+    for name in ("third-seed0", "wider-seed0"):
+        assert same(final_weights(tmp_path / name), final_weights(alone / name))
+
+
+def test_runs_do_not_wait_for_one_that_fails(tmp_path, alone, rows, steps_of, monkeypatch):
     counting = Trainer._step
 
     def fails(self, x, y):
-        if self.recipe.name == "digits-sgd" and steps_of.get("digits-sgd") == 30:
+        if self.recipe.name == "digits-sgd" and steps_of.get("digits-sgd") == 6:
             raise RecipeError("something is wrong")
         return counting(self, x, y)
 
     monkeypatch.setattr(Trainer, "_step", fails)
-    with pytest.raises(RecipeError, match=r"^digits-sgd, seed 0: something is wrong$"):
-        compare_recipes([recipes[0], "digits-sgd"], 1, tmp_path / "fails", **options, share_start=True)
-    assert [path.name for path in (tmp_path / "fails").iterdir()] == ["digits-sgd-seed0"]
+    planned = plan(tmp_path, "third.toml", "digits-sgd")
+    failed = train_runs(planned, device=CPU, keep_going=True, share_start=True)
+    assert failed == ["digits-sgd, seed 0: something is wrong"]
+    assert same(final_weights(tmp_path / "third-seed0"), final_weights(alone / "third-seed0"))
+
+
+LOCKING = """
+import sys
+from sparsam.runs.directory import RunDirectory
+RunDirectory(sys.argv[1]).lock()
+print("locked", flush=True)
+input()
+"""
+
+
+@contextmanager
+def another_process_trains(path):
+    source = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    process = subprocess.Popen(
+        [sys.executable, "-c", LOCKING, str(path)], env=source, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        assert process.stdout.readline() == "locked\n"
+        yield
+        process.communicate("\n")
+
+
+def test_a_run_that_another_process_trains_is_left_to_it(tmp_path, rows, steps_of):
+    planned = plan(tmp_path, "third.toml", "digits-sgd")
+    with another_process_trains(tmp_path / "third-seed0"):
+        failed = train_runs(planned, device=CPU, keep_going=True, share_start=True)
+    assert RunDirectory(tmp_path / "digits-sgd-seed0").finished
+    assert failed == [
+        f"third, seed 0: {tmp_path / 'third-seed0'} is being trained by another process; wait for it or stop it"
+    ]
+    assert steps_of == {"digits-sgd": 24}
+
+
+def test_no_run_is_trained_alone_while_another_process_takes_its_first_steps(tmp_path, rows, steps_of):
+    first = tmp_path / "digits-sgd-seed0"
+    with another_process_trains(first):
+        failed = train_runs(plan(tmp_path, "third.toml", "digits-sgd"), device=CPU, keep_going=True, share_start=True)
+    assert failed == [
+        f"third, seed 0: {first}, with its first steps, is being trained by another process; wait for it or stop it",
+        f"digits-sgd, seed 0: {first} is being trained by another process; wait for it or stop it",
+    ]
+    assert steps_of == {}
+
+
+def test_a_run_that_cannot_be_built_leaves_nothing(tmp_path, alone, rows):
+    row = tmp_path / "third.toml"
+    row.write_text(row.read_text() + "mask.cut = 'layr3'\n")
+    for mended in (False, True):
+        failed = train_runs(
+            plan(tmp_path, "third.toml", "digits-sgd"), device=CPU, keep_going=True, share_start=not mended
+        )
+        assert len(failed) == (0 if mended else 1)
+        assert (tmp_path / "third-seed0").exists() == mended
+        row.write_text(row.read_text().replace("layr3", "layer2"))
+    assert same(final_weights(tmp_path / "third-seed0"), final_weights(alone / "third-seed0"))
+
+
+def test_dying_while_a_start_is_left_leaves_no_epochs_behind(tmp_path, alone, rows, monkeypatch):
+    def dies(self, recipe, environment):
+        if "start" in environment:
+            raise MemoryError
+        return create(self, recipe, environment)
+
+    create, planned = RunDirectory.create, plan(tmp_path, "third.toml", "digits-sgd")
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(RunDirectory, "create", dies)
+        train_runs(planned, device=CPU, share_start=True)
+    train_runs(planned[:1], device=CPU)
+    one, other = RunDirectory(tmp_path / "third-seed0"), RunDirectory(alone / "third-seed0")
+    assert numbers(one.metrics()) == numbers(other.metrics())
+
+
+def test_with_a_gradient_scaler_nothing_is_shared(tmp_path, rows):
+    """It leaves out steps, and SAM's schedule counts those that are taken."""
+    start = SharedStart(plan(tmp_path, "random.toml", "digits-sgd", precision="fp16"))
+    assert all(start.is_ready(run) for run in plan(tmp_path, "random.toml", "digits-sgd", precision="fp16"))
+    assert not SharedStart(plan(tmp_path, "random.toml", "digits-sgd")).is_ready(plan(tmp_path, "random.toml")[0])

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from sparsam.training.planned import PlannedRun
 
 
-PAPER_NOTE = "Paper: the highest accuracy of all epochs. Ours: that of the last. FLOPs: by the paper's formula."
+PAPER_NOTE = "Paper: the highest accuracy of all epochs. Ours: that of the last."
+FLOPS_NOTE = "FLOPs: by the paper's formula, which does not know that nothing before a cut is computed twice."
 
 
 class Engine(StrEnum):
@@ -87,7 +88,7 @@ def reproduce(
     sparsam reproduce --list
     sparsam reproduce table1 --dry-run
     sparsam reproduce table1 --from results/
-    sparsam reproduce table1 --only cifar10 --seeds 3 --set data.root=DATA
+    sparsam reproduce table1 --only cifar10- --seeds 3 --set data.root=DATA
     sparsam reproduce table9 --epochs 30 --engine ray --address auto
     ```
     """
@@ -121,7 +122,7 @@ def reproduce(
     if dry_run:
         _estimate(planned, device)
         return
-    _check(planned, at_once if engine is Engine.local else 1, resume=resume)
+    _check(planned, at_once if engine is Engine.local else 1, resume=resume, share_start=share_start)
     failed = _train(planned, engine, device, at_once, address, retries, share_start=share_start)
     if part is None:
         finished = [run for run in planned if RunDirectory(run.path).finished]
@@ -139,10 +140,11 @@ def reproduce(
         )
 
 
-def _check(planned: Sequence[PlannedRun], at_once: int, *, resume: bool) -> None:
+def _check(planned: Sequence[PlannedRun], at_once: int, *, resume: bool, share_start: bool) -> None:
     """Refuse what cannot be trained; say what there is to do."""
     from sparsam.runs.directory import RunDirectory
     from sparsam.training.planned import check_planned
+    from sparsam.training.shared_start import SharedStart
 
     check_planned(planned, at_once)
     existing = [run.path for run in planned if RunDirectory(run.path).exists]
@@ -153,6 +155,9 @@ def _check(planned: Sequence[PlannedRun], at_once: int, *, resume: bool) -> None
         )
     stopped = len(existing) - finished
     rich.print(f"{len(planned)} runs: {finished} finished, {stopped} to go on with, {len(planned) - len(existing)} new")
+    if share_start:
+        count = SharedStart([run for run in planned if not RunDirectory(run.path).finished]).count
+        rich.print(f"{count or 'None'} of them wait for another to take their first steps (--share-start)")
 
 
 def _train(
@@ -265,7 +270,7 @@ def _show_folder(experiments: Sequence[Experiment], folder: Path, changes: list[
 
 
 def _note(experiment: Experiment) -> str:
-    return PAPER_NOTE if any(row.paper is not None for row in experiment.rows) else ""
+    return f"{PAPER_NOTE} {FLOPS_NOTE}" if any(row.paper is not None for row in experiment.rows) else FLOPS_NOTE
 
 
 def _print_table(title: str, table: Any, note: str = "") -> None:
@@ -311,4 +316,8 @@ def _estimate(planned: Sequence[PlannedRun], device: str | None) -> None:
     unit = "GPU-hours" if place.type == "cuda" else f"hours on {place}"
     hours, finished = sum(e.hours for e in found), len(planned) - len(waiting)
     done = f"; {finished} more are finished" if finished else ""
-    rich.print(f"{len(found)} runs, {hours:,.3f} {unit}, roughly: by a step measured on random images{done}")
+    rich.print(f"{len(found)} runs, {hours:,.3g} {unit}, roughly: by a step measured on random images{done}")
+    if any(run.recipe.schedule.fraction or run.recipe.mask.cut for run in waiting):
+        rich.print(
+            "SSAM-C and thrifty SAM take less, and so do runs that share their start: all count as SAM in every step."
+        )

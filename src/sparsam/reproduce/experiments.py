@@ -52,10 +52,11 @@ class Row:
     def suffix(self, overrides: Iterable[str]) -> str:
         """Return what overrides add to the name.
 
-        >>> Row("digits-sam").suffix(["train.epochs=2"])
-        '-epochs2'
+        >>> Row("digits-thrifty", ("schedule.fraction=0.5",)).suffix(["data.validation=100", "train.epochs=2"])
+        '-validation100-epochs2'
         """
-        return self.recipe(overrides).name.removeprefix(self.name)
+        changed = different_settings(self.recipe().to_dict(), self.recipe(overrides).to_dict())
+        return "".join(f"-{_tag(key, new)}" for key, (_, new) in changed.items())
 
     @property
     def defaults(self) -> list[str]:

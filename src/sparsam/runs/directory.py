@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from sparsam.runs.files import RunError, read_text, replace_file
+from sparsam.runs.lock import NAME as LOCK
 from sparsam.runs.lock import Lock
 from sparsam.runs.recipe import Recipe, RecipeError, recipe_from
 from sparsam.runs.record import Record
@@ -57,6 +59,19 @@ class RunDirectory:
         self.check_new()
         self._write("environment.json", environment)
         self._write("recipe.json", recipe.to_dict())  # the last, because it makes this a run
+
+    def clear(self) -> None:
+        """Delete what a process left here that died before it made this a run."""
+        for path in (self.last, self.best, self.path / "metrics.jsonl"):
+            path.unlink(missing_ok=True)
+
+    def delete(self) -> None:
+        """Delete all of the run, which must be locked; the folder goes when it is unlocked."""
+        for path in self.path.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != LOCK:
+                path.unlink()
 
     def note_resumed(self, steps: int, environment: dict[str, Any]) -> None:
         """Note that the run goes on after so many steps, when, and what is not as it was at the start."""

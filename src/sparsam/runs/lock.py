@@ -15,6 +15,13 @@ except ImportError:  # Windows
 NAME = ".lock"
 
 
+class Locked(RunError):
+    """Another process trains a run."""
+
+    def __init__(self, run: str) -> None:
+        super().__init__(f"{run} is being trained by another process; wait for it or stop it")
+
+
 class Lock:
     """A file that this process has locked; the lock ends with the process, and its children do not have it.
 
@@ -22,7 +29,7 @@ class Lock:
         folder: Where the file is. It is created.
 
     Raises:
-        RunError: Another process holds the lock.
+        Locked: Another process holds the lock.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -38,7 +45,7 @@ class Lock:
                     fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError) as error:
                 os.close(self._file)
-                raise RunError(f"{folder} is being trained by another process; wait for it or stop it") from error
+                raise Locked(str(folder)) from error
             except OSError:  # a file system without locks
                 return
             if self._path.exists() and os.path.samestat(os.fstat(self._file), self._path.stat()):

@@ -65,6 +65,7 @@ def open_run(
 def _begin(recipe: Recipe, directory: RunDirectory, device: torch.device | None, progress: Progress | None) -> Trainer:
     device = device or default_device()
     trainer = Trainer(recipe, directory, device=device, progress=progress)
+    directory.clear()
     directory.create(recipe, describe_environment(device))  # after all that can go wrong
     return trainer
 

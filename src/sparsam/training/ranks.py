@@ -116,6 +116,9 @@ class ReadOnlyDirectory(RunDirectory):
     def create(self, recipe: Recipe, environment: dict[str, Any]) -> None:
         """Leave it to the first process."""
 
+    def clear(self) -> None:
+        """Leave it to the first process."""
+
     def note_resumed(self, steps: int, environment: dict[str, Any]) -> None:
         """Leave it to the first process."""
 

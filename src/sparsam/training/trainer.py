@@ -81,8 +81,8 @@ class Trainer:
         self.best = {"accuracy": -1.0, "epoch": 0}
         self.peak_memory_mb: float | None = None  # of the epoch
         self.mask_statistics = MaskStatistics(self.model, [p for g in self.opt.param_groups for p in g["params"]])
-        self.after_step: dict[int, list[Callable[[Trainer], None]]] = {}  # what is done after so many steps
-        self.shared = False  # whether other runs have been trained on the device at the same time
+        self.after_step: dict[int, list[Callable[[Trainer], None]]] = {}  # called after so many steps
+        self.shared = False  # whether its times are not its own: others had the device too, or took its first steps
         self._stop = False
 
     # ------------------------------------------------------------------------------------------- the run
@@ -142,12 +142,12 @@ class Trainer:
                 self.progress.step_done(self.batch, time.perf_counter() - start)
             if self.step.eager_because:
                 self.progress.remark(f"no CUDA graph: {self.step.eager_because}")
-            stop, others = self.ranks.agree(self._stop), self.after_step.pop(self.steps_taken, [])
-            if stop or others or (every and self.batch % every == 0):
+            stop, callbacks = self.ranks.agree(self._stop), self.after_step.pop(self.steps_taken, [])
+            if stop or callbacks or (every and self.batch % every == 0):
                 self._synchronize()
                 self.seconds = time.perf_counter() - start
-                for other in others:
-                    other(self)
+                for callback in callbacks:
+                    callback(self)
                 if stop:
                     self._save_and_stop()
                 self.save(self.directory.last)
