@@ -50,17 +50,21 @@ def test_a_name_that_is_none(name, message):
         ),
         (
             "[t]\nrows = [{ paper = 1.0 }]",
-            "a row of t in .* must have a recipe, but is",
+            "row 1 of t in .* must have a recipe, but is",
         ),
         ("[t]\nrows = [{ recipe = 'digits-sgd', papr = 1.0 }]", "has an unknown key papr; known: recipe, set, paper"),
         (
             "[t]\nrows = [{ recipe = 'digits-sgd', paper = '1' }]",
-            "paper of a row of t in .* must be a number, but is '1'",
+            "paper of row 1 of t in .* must be a number, but is '1'",
         ),
-        ("[t]\nrows = ['digits-sgd']", "a row of t in .* must have a recipe, but is 'digits-sgd'"),
+        ("[t]\nrows = ['digits-sgd']", "row 1 of t in .* must have a recipe, but is 'digits-sgd'"),
         (
             "[t]\nrows = [{ recipe = 'digits-sgd', set = [1] }]",
-            r"set of a row of t in .* must be a list of texts, but is \[1\]",
+            r"set of row 1 of t in .* must be a list of texts, but is \[1\]",
+        ),
+        (
+            "[t]\nrows = [{ recipe = 'digits-sgd' }, { recipe = 'digits-sam', set = ['sam.roh=1'] }]",
+            r"^row 2 of t in .*own\.toml: unknown key sam\.roh; did you mean sam\.rho\?$",
         ),
         ("[t]\nrows_of = ['t']", "rows_of of t in .* must name other tables of the file, but has 't'"),
         ("[t", "is not valid TOML"),

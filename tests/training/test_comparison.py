@@ -107,6 +107,9 @@ def test_what_is_refused_before_anything_is_trained(tmp_path):
         compare("digits-sgd", overrides=["train.epoch=2"])
     with pytest.raises(RecipeError, match="two have the same"):
         compare("digits-sgd", "digits-sgd")
+    late = write(tmp_path / "late.toml", 'extends = "digits-thrifty"\nmask.cut = "layr3"\n')
+    with pytest.raises(RecipeError, match=r"^late: mask\.cut must be the name of a module, such as 'layer3'"):
+        compare("digits-sgd", late)
     four = write(tmp_path / "four.toml", 'extends = "digits-sgd"\ntrain.threads = 4\n')
     with pytest.raises(RecipeError, match=r"^runs at once must agree in train\.threads"):
         compare("digits-sgd", four, at_once=2)

@@ -206,7 +206,7 @@ def test_no_run_is_trained_alone_while_another_process_takes_its_first_steps(tmp
 
 def test_a_run_that_cannot_be_built_leaves_nothing(tmp_path, alone, rows):
     row = tmp_path / "third.toml"
-    row.write_text(row.read_text() + "mask.cut = 'layr3'\n")
+    row.write_text(row.read_text() + "mask.cut = 'layr3'\n")  # which the commands refuse before, but not this function
     for mended in (False, True):
         failed = train_runs(
             plan(tmp_path, "third.toml", "digits-sgd"), device=CPU, keep_going=True, share_start=not mended

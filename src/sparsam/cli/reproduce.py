@@ -136,8 +136,22 @@ def reproduce(
         rich.print(f"Part {part} is trained. When all parts are, the same command without --part shows the tables.")
     if failed:
         raise UserRuntimeError(
-            f"{len(failed)} of {len(planned)} runs failed; the same command goes on with them\n" + "\n".join(failed)
+            f"{len(failed)} of {len(planned)} runs failed; the same command goes on with them\n"
+            + "\n".join(_grouped(failed))
         )
+
+
+def _grouped(failed: Sequence[str]) -> list[str]:
+    """Say each error once, with the runs that have it: the first ones by name."""
+    runs: dict[str, list[str]] = {}
+    for text in failed:
+        run, _, error = text.partition(": ")
+        runs.setdefault(error, []).append(run)
+    shown = 3
+    return [
+        f"{'; '.join(names[:shown])}{f' and {len(names) - shown} more' if len(names) > shown else ''}: {error}"
+        for error, names in runs.items()
+    ]
 
 
 def _check(planned: Sequence[PlannedRun], at_once: int, *, resume: bool, share_start: bool) -> None:

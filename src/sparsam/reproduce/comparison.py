@@ -32,8 +32,10 @@ class Result:
 
     @property
     def difference(self) -> float | None:
-        """Our accuracy minus the paper's, in percent."""
-        return None if self.accuracy is None or self.row.paper is None else 100 * self.accuracy.mean - self.row.paper
+        """Our accuracy minus the paper's, in percent; None if it is not that of the test images."""
+        if self.accuracy is None or self.row.paper is None or self.recipe.evaluated_on != "test":
+            return None
+        return 100 * self.accuracy.mean - self.row.paper
 
     @property
     def flops(self) -> float | None:

@@ -147,7 +147,7 @@ def _experiment(path: Path, name: str, content: dict[str, Any]) -> Experiment:
     shows = values.get("shows")
     if shows is not None and shows not in FIGURES:
         raise RecipeError(f"shows of {where} must be one of {', '.join(FIGURES)}, but is {shows!r}")
-    rows = tuple(_row(f"a row of {where}", row) for row in values.get("rows", ()))
+    rows = tuple(_row(f"row {i} of {where}", row) for i, row in enumerate(values.get("rows", ()), 1))
     for other in values.get("rows_of", ()):
         if other not in content or other == name:
             raise RecipeError(f"rows_of of {where} must name other tables of the file, but has {other!r}")
@@ -160,7 +160,12 @@ def _row(where: str, values: Any) -> Row:
         raise RecipeError(f"{where} must have a recipe, but is {values!r}")
     _check_types(where, values, ROW)
     rest = {key: None if values.get(key) is None else float(values[key]) for key in ("paper", "flops", "seconds")}
-    return Row(values["recipe"], tuple(values.get("set", ())), **rest)
+    row = Row(values["recipe"], tuple(values.get("set", ())), **rest)
+    try:
+        row.recipe()
+    except RecipeError as error:
+        raise RecipeError(f"{where}: {error}") from error
+    return row
 
 
 def _check_types(where: str, values: dict[str, Any], types: dict[str, Any]) -> None:

@@ -6,6 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
+from sparsam.data.shapes import SHAPES
+from sparsam.errors import UserError
+from sparsam.masks import SuffixMask
+from sparsam.models import build_model
+from sparsam.randomness import fork_rng
 from sparsam.runs.directory import RunDirectory
 from sparsam.runs.recipe import Recipe
 from sparsam.runs.schema import RecipeError
@@ -30,8 +37,22 @@ def check_planned(planned: Sequence[PlannedRun], at_once: int = 1) -> None:
                 f"{path} holds a run of another recipe, which differs in {', '.join(changed)}; choose another "
                 f"--output or delete it"
             )
+    for recipe in {(recipe.model, recipe.mask): recipe for recipe, _ in planned}.values():
+        _check_cut(recipe)
     for key in OF_THE_PROCESS:
         if at_once > 1 and len({getattr(recipe.train, key) for recipe, _ in planned}) > 1:
             raise RecipeError(f"runs at once must agree in train.{key}, which holds for the whole process")
     if len({path for _, path in planned}) < len(planned):
         raise RecipeError("the recipes must have different names, but two have the same")
+
+
+def _check_cut(recipe: Recipe) -> None:
+    """Refuse a cut that a network of ours does not have. Others (timm:NAME) may be slow to build."""
+    if recipe.mask.cut is not None and ":" not in recipe.model.name:
+        images = SHAPES[recipe.data.name]
+        with torch.device("meta"), fork_rng([]):
+            model = build_model(recipe.model.name, images.classes, channels=images.channels, stem=recipe.model.stem)
+        try:
+            SuffixMask(model, recipe.mask.cut)
+        except UserError as error:
+            raise RecipeError(f"{recipe.name}: mask.{error}") from error
