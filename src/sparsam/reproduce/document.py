@@ -22,9 +22,9 @@ runs of {found} of {total} rows. `sparsam reproduce TABLE --only ROW` trains one
 
 Mi et al., "Make Sharpness-Aware Minimization Stronger: A Sparsified Perturbation Approach", NeurIPS 2022. The paper has
 the highest accuracy of all epochs on the test images; ours is that of the last epoch, as mean ± sample standard
-deviation over n seeds. FLOPs are theoretical, by the paper's formula, which does
-not know that SSAM-C and thrifty SAM compute nothing before a cut twice. Time is measured. Rows marked "ours" are not in
-the paper.
+deviation over n seeds. FLOPs are theoretical, by the paper's formula, which does not know that SSAM-C and thrifty SAM
+compute nothing before a cut twice. Time is measured. Rows marked "ours" are not in the paper. A + after a commit: the
+run was made with changes to it.
 """
 
 
