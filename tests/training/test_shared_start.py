@@ -72,7 +72,7 @@ def assert_same_runs(output, others):
             assert one.summary()[key] == other.summary()[key]
 
 
-@pytest.mark.parametrize("at_once", [1, 3])
+@pytest.mark.parametrize("at_once", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_runs_end_as_they_would_have_alone(tmp_path, alone, recipes, steps_of, at_once):
     compare_recipes(recipes, 1, tmp_path, overrides=SHORT, device=CPU, at_once=at_once, share_start=True)
     assert_same_runs(alone, tmp_path)
