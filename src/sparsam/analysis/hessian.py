@@ -161,7 +161,7 @@ def top_eigenvalues(
         products: The largest number of products, k of them for the residuals at the end.
         tolerance: The largest residual, in units of the largest absolute eigenvalue; default: 1e-4, or 3e-3 for "tf32".
             The error of an eigenvalue is of the order of its squared residual. Rounding leaves residuals of about 1e-6
-            in float32 and of 1e-3 to 3e-2 in TF32, more if the loss is small.
+            in float32 and of 1e-3 or more in TF32.
         precision: "fp32", or "tf32" to search with faster products, which a GPU rounds to three digits. Values and
             residuals are always measured in float32.
         memory_limit: GiB for vectors. The activations of a product come on top.
