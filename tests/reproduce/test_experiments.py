@@ -42,7 +42,11 @@ def test_a_name_that_is_none(name, message):
         ("[t]\ntitle = 'x'", "t in .* must be a table with rows or rows_of"),
         (
             "[t]\nother = 1\nrows = [{ recipe = 'digits-sgd' }]",
-            "has an unknown key other; known: title, shows, rows, rows_of",
+            "has an unknown key other; known: title, shows, rows, rows_of, against",
+        ),
+        (
+            "[t]\nagainst = 'digits-sam'\nrows = [{ recipe = 'digits-sgd' }]",
+            r"against of t in .* must be the name of one of its rows \(digits-sgd\), but is 'digits-sam'",
         ),
         (
             "[t]\nshows = 'x'\nrows = [{ recipe = 'digits-sgd' }]",

@@ -6,12 +6,13 @@ import csv
 import json
 import re
 import shutil
-from statistics import fmean, stdev
+from statistics import fmean, stdev, variance
 
 import pytest
 from commands import ROOT, invoke
 from digits_runs import numbers
 from killed_runs import start, wait_for
+from scipy import stats
 
 from sparsam.reproduce.experiments import find_experiments
 from sparsam.runs.directory import RunDirectory
@@ -19,6 +20,7 @@ from sparsam.runs.directory import RunDirectory
 OWN = """
 [table1]
 title = "Digits"
+against = "digits-sam"
 rows = [
   { recipe = "digits-sgd", paper = 90.00, flops = 1.00 },
   { recipe = "digits-ssam-f", set = ["mask.samples=16"], paper = 95.50, flops = 1.65, seconds = 1.49 },
@@ -95,6 +97,28 @@ def test_the_table_has_the_paper_ours_and_the_difference(reproduced):
     assert "6 runs: 0 finished, 0 to go on with, 6 new" in text
 
 
+def test_rows_are_set_against_one_of_them_with_an_interval(reproduced):
+    output, text = reproduced
+    rows = list(csv.DictReader((output / "table1-epochs2.csv").read_text().splitlines()))
+    others = accuracy(output, "digits-sam-epochs2")
+    for row, name in zip(rows[:2], NAMES, strict=False):
+        ours = accuracy(output, f"{name}-epochs2")
+        value, a, b = fmean(ours) - fmean(others), variance(ours) / 2, variance(others) / 2
+        freedom = (a + b) ** 2 / (a**2 + b**2)  # Welch and Satterthwaite, for two samples of two
+        half = float(stats.t.ppf(0.975, freedom)) * (a + b) ** 0.5
+        found = [float(row[key]) for key in ("advantage", "advantage_low", "advantage_high")]
+        assert found == pytest.approx([value, value - half, value + half], rel=1e-4, abs=1e-4)
+        assert f"{value:+.2f}" in next(line for line in text.splitlines() if f" {name} " in line)
+    assert rows[2]["advantage"] == ""
+    assert "Minus" in text
+
+
+def test_what_a_table_is_set_against_need_not_be_chosen(own, reproduced):
+    shown = invoke("reproduce", own, "--epochs", 2, "--from", reproduced[0], "--only", "digits-sgd")
+    rows = list(csv.DictReader((reproduced[0] / "table1-epochs2.csv").read_text().splitlines()))
+    assert f"{float(rows[0]['advantage']):+.2f}" in shown.stdout
+
+
 def test_it_is_written_as_markdown_and_on_the_page(reproduced):
     output, _ = reproduced
     title = "table1: Digits (scaled down: train.epochs 2 instead of 15)"
@@ -107,7 +131,7 @@ def test_it_is_written_as_markdown_and_on_the_page(reproduced):
     assert [row[0] for row in rows] == ["digits-sgd", "digits-ssam-f-samples16", "digits-sam (ours)"]
     for row in rows:
         line = next(line for line in page.splitlines() if f"<span>{row[0].partition(' ')[0]}</span>" in line)
-        assert re.findall(r"<span>(.*?)</span>", line)[1:] == row[1:]
+        assert re.findall(r"<span>(.*?)</span>", line)[1:] == [cell.partition(" (")[0] for cell in row[1:]]
 
 
 def test_a_figure_is_measured_and_drawn(reproduced):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
+from sparsam.errors import need
 from sparsam.report.collect import group_runs
 from sparsam.report.method import Method, Statistic
 from sparsam.reproduce.experiments import Experiment, Row
@@ -14,6 +16,30 @@ from sparsam.runs.run import Run, read_run
 from sparsam.runs.same import different_settings
 
 EPOCHS = "train.epochs"
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A mean accuracy minus another, in percent, with the interval that holds the true one with 95 % confidence."""
+
+    value: float
+    interval: tuple[float, float] | None
+    """By Welch's t-test; None where a side has a single run."""
+
+    @classmethod
+    def of(cls, ours: Sequence[float], others: Sequence[float]) -> Difference:
+        """Return the difference of two samples of accuracies, which are fractions.
+
+        >>> Difference.of([0.5, 1.0], [0.5])
+        Difference(value=25.0, interval=None)
+        """
+        value = 100 * (fmean(ours) - fmean(others))
+        if min(len(ours), len(others)) < 2:
+            return cls(value, None)
+        stats = need("scipy.stats", "intervals of differences", extra="train")
+        low, high = stats.ttest_ind(ours, others, equal_var=False).confidence_interval(CONFIDENCE)
+        return cls(value, (100 * float(low), 100 * float(high)))
 
 
 @dataclass(frozen=True)
@@ -24,6 +50,8 @@ class Result:
     recipe: Recipe
     method: Method | None
     """The finished runs; None: there is none."""
+    other: Method | None = None
+    """The finished runs that they are set against; None: there are none, or they are these."""
 
     @property
     def accuracy(self) -> Statistic | None:
@@ -36,6 +64,14 @@ class Result:
         if self.accuracy is None or self.row.paper is None or self.recipe.evaluated_on != "test":
             return None
         return 100 * self.accuracy.mean - self.row.paper
+
+    @property
+    def advantage(self) -> Difference | None:
+        """Our accuracy minus that of the row that the table is set against."""
+        if self.method is None or self.other is None:
+            return None
+        ours, others = ([run.accuracy for run in method.counted] for method in (self.method, self.other))
+        return Difference.of([a for a in ours if a is not None], [a for a in others if a is not None])
 
     @property
     def flops(self) -> float | None:
@@ -71,13 +107,16 @@ def compare(experiment: Experiment, runs: Sequence[Run], overrides: Iterable[str
     """
     overrides = list(overrides)
     wanted = [(row, row.recipe(overrides)) for row in experiment.rows]
+    against = experiment.against and experiment.against.recipe(overrides)
+    recipes = {recipe.name: recipe for recipe in (*(recipe for _, recipe in wanted), against) if recipe}
     found: dict[tuple[str, int], Run] = {}  # a seed counts once
-    for recipe in {recipe.name: recipe for _, recipe in wanted}.values():
+    for recipe in recipes.values():
         for run in runs:
             if not different_settings(recipe.to_dict(), run.recipe):
                 found.setdefault((recipe.name, run.seed), replace(run, name=recipe.name))
     methods = {method.name: method for method in group_runs(found.values())}
-    return [Result(row, recipe, methods.get(recipe.name)) for row, recipe in wanted]
+    others = {name: methods.get(against.name) for name in recipes if name != against.name} if against else {}
+    return [Result(row, recipe, methods.get(recipe.name), others.get(recipe.name)) for row, recipe in wanted]
 
 
 def other_epochs(experiment: Experiment, runs: Sequence[Run]) -> Iterator[int]:

@@ -20,7 +20,7 @@ ALL = ("tables", "figures", "all")
 FIGURES = ("curves", "sparsity", "gradients", "landscape", "hessian")
 LENGTHS = ("train.epochs", "train.max_steps", "data.limit")  # settings that make a run smaller
 NUMBER = (int, float)
-TABLE = {"title": str, "shows": str, "rows": list, "rows_of": list}
+TABLE = {"title": str, "shows": str, "rows": list, "rows_of": list, "against": str}
 ROW = {"recipe": str, "set": list, "paper": NUMBER, "flops": NUMBER, "seconds": NUMBER}
 TEXTS = ("set", "rows_of")
 WORDS = {str: "a text", list: "a list", NUMBER: "a number"}
@@ -92,6 +92,8 @@ class Experiment:
     rows: tuple[Row, ...]
     shows: str | None = None
     """What a figure draws, one of :data:`FIGURES`; None: it is a table."""
+    against: Row | None = None
+    """The row that all others are set against."""
 
     def heading(self, overrides: Iterable[str] = ()) -> str:
         """Return the name and the title, and what overrides make different from the paper."""
@@ -152,7 +154,12 @@ def _experiment(path: Path, name: str, content: dict[str, Any]) -> Experiment:
         if other not in content or other == name:
             raise RecipeError(f"rows_of of {where} must name other tables of the file, but has {other!r}")
         rows += tuple(row for row in _experiment(path, other, content).rows if row.paper is not None)
-    return Experiment(name, values.get("title", name), rows, shows)
+    against = values.get("against")
+    found = next((row for row in rows if row.name == against), None)
+    if against is not None and found is None:
+        names = ", ".join(row.name for row in rows)
+        raise RecipeError(f"against of {where} must be the name of one of its rows ({names}), but is {against!r}")
+    return Experiment(name, values.get("title", name), rows, shows, found)
 
 
 def _row(where: str, values: Any) -> Row:

@@ -18,13 +18,16 @@ def paper_table(results: Sequence[Result]) -> Table:
     timed = any(result.row.seconds is not None for result in results)
     columns = ("Row", "Paper, %", "Ours, %", "n", "Difference", "FLOPs (theory)", "Time × SGD")
     fisher = ("Fisher, paper", "Fisher, ours") if timed else ()
-    return Table((*columns, *fisher), tuple(_row(result, printed=printed, timed=timed) for result in results))
+    other = next((result.other for result in results if result.other), None)
+    against = (f"Minus {other.name} (95 % interval)",) if other else ()
+    rows = (_row(result, printed=printed, timed=timed, against=bool(against)) for result in results)
+    return Table((*columns, *fisher, *against), tuple(rows))
 
 
-def _row(result: Result, *, printed: bool, timed: bool) -> tuple[Cell, ...]:
+def _row(result: Result, *, printed: bool, timed: bool, against: bool) -> tuple[Cell, ...]:
     row, accuracy = result.row, result.accuracy
     own = ["ours"] if printed and row.paper is None else []
-    cells = (
+    return (
         Cell(row.name, ", ".join([*own, *row.defaults])),
         Cell(NONE if row.paper is None else f"{row.paper:.2f}"),
         Cell(spread(accuracy, 100, ".2f"), "; ".join(result.method.notes) if result.method else ""),
@@ -32,23 +35,36 @@ def _row(result: Result, *, printed: bool, timed: bool) -> tuple[Cell, ...]:
         Cell(NONE if result.difference is None else f"{result.difference:+.2f}"),
         Cell(times(result.flops)),
         Cell(times(result.time)),
+        *(_fisher_times(result) if timed else ()),
+        *((_advantage(result),) if against else ()),
     )
-    if not timed:
-        return cells
-    seconds = result.further(FISHER_SECONDS)
-    paper, ours = row.seconds and f"{row.seconds:g} s", seconds and f"{seconds:.3g} s"
-    return (*cells, Cell(paper or NONE), Cell(ours or NONE))
+
+
+def _fisher_times(result: Result) -> tuple[Cell, Cell]:
+    paper, ours = result.row.seconds, result.further(FISHER_SECONDS)
+    return Cell(NONE if paper is None else f"{paper:g} s"), Cell(NONE if ours is None else f"{ours:.3g} s")
+
+
+def _advantage(result: Result) -> Cell:
+    """Return a difference with its interval; without one where a side has a single run."""
+    found = result.advantage
+    if found is None:
+        return Cell(NONE)
+    low, high = found.interval or (None, None)
+    return Cell(f"{found.value:+.2f}", "" if low is None else f"{low:+.2f} to {high:+.2f}")
 
 
 def comma_separated(results: Sequence[Result]) -> str:
     """Return the results for other programs: plain numbers, accuracies in percent, nothing where there is none."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    fisher = ("fisher_seconds_paper", "fisher_seconds")
-    writer.writerow(("row", "run", "paper", "ours", "deviation", "n", "difference", "flops", "time_ratio", *fisher))
+    further = ("fisher_seconds_paper", "fisher_seconds", "advantage", "advantage_low", "advantage_high")
+    writer.writerow(("row", "run", "paper", "ours", "deviation", "n", "difference", "flops", "time_ratio", *further))
     for result in results:
         row, accuracy = result.row, result.accuracy
         deviation = accuracy.deviation if accuracy else None
+        advantage = result.advantage
+        interval = advantage.interval if advantage else None
         numbers = (
             row.paper,
             accuracy and 100 * accuracy.mean,
@@ -59,6 +75,8 @@ def comma_separated(results: Sequence[Result]) -> str:
             result.time,
             row.seconds,
             result.further(FISHER_SECONDS),
+            advantage and advantage.value,
+            *(interval or (None, None)),
         )
         cells = ("" if number is None else f"{number:.6g}" for number in numbers)
         writer.writerow((row.name, result.recipe.name, *cells))
