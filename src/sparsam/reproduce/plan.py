@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sparsam.reproduce.experiments import Experiment
+from sparsam.runs.run import Run
+from sparsam.runs.same import different_settings
 from sparsam.runs.schema import RecipeError
 from sparsam.training.comparison import check_used, with_seeds
 from sparsam.training.planned import PlannedRun
@@ -34,6 +36,24 @@ def plan_runs(
             if planned.setdefault(run.path, run) != run:
                 raise RecipeError(f"two rows are both named {row.name}, but their recipes differ")
     return list(planned.values())
+
+
+def without_known(planned: Sequence[PlannedRun], known: Sequence[Run]) -> tuple[list[PlannedRun], list[Run]]:
+    """Return the runs that are still to be trained, and the known ones that stand for the rest.
+
+    Args:
+        planned: What tables need.
+        known: Finished runs of any kind.
+    """
+    missing, found = [], []
+    for run in planned:
+        seed, settings = run.recipe.train.seed, run.recipe.to_dict()
+        same = (other for other in known if other.seed == seed and not different_settings(settings, other.recipe))
+        if (other := next(same, None)) is None:
+            missing.append(run)
+        else:
+            found.append(other)
+    return missing, found
 
 
 def part_of(planned: Sequence[PlannedRun], part: str | None) -> list[PlannedRun]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Self, overload
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -155,12 +155,6 @@ class SAM(Wrapper):
         SAM.__init__(self, (), lambda _: base_optimizer, rho, *policies)
         return self
 
-    # ------------------------------------------------------------------------------------------- the step
-
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Closure) -> Any: ...
     @eager
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
@@ -180,11 +174,14 @@ class SAM(Wrapper):
             return None if self._phase is Phase.IDLE and self._is_a_trial() else self._end_pass(ascent)
         self._phase.refuse_inside_step("step(closure)")
         with torch.enable_grad():
-            loss = self._two_passes(closure, ascent) if self.needs_second_pass else self._one_pass(closure, ascent)
+            if ascent is None:
+                loss = self._base_pass(closure)
+            else:
+                loss = self._two_passes(closure, ascent) if ascent.passes == 2 else self._one_pass(closure, ascent)
         self._base_step()
         return loss
 
-    def _two_passes(self, closure: Closure, ascent: Ascent | None) -> Any:
+    def _two_passes(self, closure: Closure, ascent: Ascent) -> Any:
         self._start()
         params, call = self._params(), self._closure_check.call
         self._phase = Phase.FIRST_PASS
@@ -198,11 +195,21 @@ class SAM(Wrapper):
             self._passes.forget()
         return loss
 
-    def _one_pass(self, closure: Closure, ascent: Ascent | None) -> Any:
+    def _one_pass(self, closure: Closure, ascent: Ascent) -> Any:
         self._start()
         with self._perturbed(ascent, repeats=False):
             self._phase = Phase.ONLY_PASS
             return self._closure_check.call(closure, self._params(), self._used_gradients)
+
+    def _base_pass(self, closure: Closure) -> Any:
+        params, _ = self._params_and_rhos()
+        self._perturber.stay(params)
+        self._phase = Phase.ONLY_PASS
+        try:
+            return self._closure_check.call(closure, params, self._used_gradients)
+        finally:
+            self._phase = Phase.IDLE
+            self._passes.drop_copies()
 
     def _end_pass(self, ascent: Ascent | None) -> None:
         """Go back to w and take the base step; refuse one that the coming step does not allow."""
@@ -318,11 +325,7 @@ class SAM(Wrapper):
 
     @torch.no_grad()
     def _ascend(
-        self,
-        ascent: Ascent | None,
-        *,
-        repeats: bool | None = None,
-        scale: float | Tensor | None = None,
+        self, ascent: Ascent | None, *, repeats: bool | None = None, scale: float | Tensor | None = None
     ) -> None:
         """Go from w to w + eps. The pass that follows may repeat one at w: its random numbers, without moving buffers.
 
@@ -360,8 +363,6 @@ class SAM(Wrapper):
         self._start()
         self._used_gradients.note(self._params())
 
-    # ------------------------------------------------------------------------------------ saving, copying
-
     def _check_groups(self) -> None:
         self._phase.refuse_inside_step("add_param_group")
         check_groups(self.base_optimizer)
@@ -388,8 +389,8 @@ class SAM(Wrapper):
     def _settings(self) -> dict[str, Any]:
         policies = {"mask": self.mask, "ascent": self.ascent, "schedule": self.schedule}
         settings = {name: policy.settings() for name, policy in policies.items()}
-        settings |= self._replicas.settings()
-        return {"base": type(self.base_optimizer).__name__, "adaptive": self.adaptive, **settings}
+        base = type(self.base_optimizer).__name__
+        return {"base": base, "adaptive": self.adaptive, **settings, **self._replicas.settings()}
 
     def __repr__(self) -> str:
         return f"{super().__repr__()}\nmask: {self.mask!r}\nascent: {self.ascent!r}\nschedule: {self.schedule!r}"

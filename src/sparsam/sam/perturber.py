@@ -49,6 +49,19 @@ class Perturber:
         for ascent in self.ascents:
             ascent.check(base)
 
+    def stay(self, params: list[Tensor]) -> None:
+        """Stay at w, as base steps do."""
+        self._check(params)
+        self.moved = [False] * len(params)
+
+    def _check(self, params: list[Tensor]) -> bool:
+        """Refuse parameters that have changed in a way that cannot be; tell whether they are sharded."""
+        check_sharding(self.passes.model, params, were_whole=self._whole)
+        self._remember = None
+        sharded = any_dtensor(params)
+        self._whole = not sharded
+        return sharded
+
     def perturb(
         self,
         ascent: Ascent | None,
@@ -68,13 +81,10 @@ class Perturber:
             step: How many steps were taken before this one.
             scale: What the gradients are too large by.
         """
-        check_sharding(self.passes.model, params, were_whole=self._whole)
-        self._remember = None
-        sharded = any_dtensor(params)
-        self._whole = not sharded
         if ascent is None:
-            self.moved = [False] * len(params)
+            self.stay(params)
             return
+        sharded = self._check(params)
         grads: list[Tensor] = []
         if ascent.passes == 1:
             used = [i for i, p in enumerate(params) if p.requires_grad]
