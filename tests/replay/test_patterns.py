@@ -252,6 +252,29 @@ def test_a_term_of_the_stem_whose_graph_is_retained():
         assert differences(result, expected) == []
 
 
+def test_gradients_that_a_stem_adds_in_place_are_seen():
+    """A closure that fills gradients with zeros keeps their tensors, so a stem's own backward() replaces none."""
+    torch.manual_seed(0)
+    model = patterns.LateLocalLearning().double()
+    plain = Plain(copy.deepcopy(model), ("stem.",))
+    opt = SAM(model.parameters(), torch.optim.SGD, rho=RHO, mask=SuffixMask(model, model.cut), **BASE)
+
+    def closure_of(model: Pattern, zero_grad, step: int):
+        def closure() -> torch.Tensor:
+            zero_grad(set_to_none=False)
+            loss = model.loss(step)
+            loss.backward()
+            return loss
+
+        return closure
+
+    with pytest.warns(UserWarning, match="'stem' computes gradients itself, or code between the modules before 'body'"):
+        for step in range(STEPS):
+            result = snapshot(model, opt.step(closure_of(model, opt.zero_grad, step)))
+            expected = snapshot(plain.model, plain.step(closure_of(plain.model, plain.zero_grad, step)))
+            assert differences(result, expected) == []
+
+
 def test_a_model_that_fails_by_itself_fails_with_its_own_error():
     """A tensor of inference mode cannot be saved for a backward pass, with or without SAM."""
 

@@ -45,8 +45,12 @@ def keep(value: Any) -> Kept:
 
 
 def _versions(tensors: list[Tensor]) -> list[int]:
+    return [_version(t) for t in tensors]
+
+
+def _version(t: Tensor | None) -> int:
     # Tensors of inference mode count no versions, and cannot be changed in place outside of it.
-    return [-1 if t.is_inference() else t._version for t in tensors]
+    return -1 if t is None or t.is_inference() else t._version
 
 
 class PastCall(NamedTuple):
@@ -129,7 +133,7 @@ class Recorder:
     ) -> None:
         self.recording, self.reach, self.parameters, self.keeps_random = recording, reach, parameters, keeps_random
         self._detach: Callable[[Tensor], Tensor] = Tensor.detach
-        self._grads: list[Tensor | None] = []  # of the parameters, where the model was called
+        self._grads: list[tuple[Tensor, Tensor | None, int]] = []  # of parameters, with versions, at the model's call
         self._known: set[Node] = set()  # nodes that modules have returned
 
     def model(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -187,7 +191,7 @@ class Recorder:
         if recording.arguments is None:
             recording.arguments = keep((args, kwargs))
             recording.start = get_rng_state(recording.devices)
-            self._grads = [p.grad for p in self.parameters]
+            self._grads = [(p, grad, _version(grad)) for p in self.parameters for grad in (p.grad,)]
             if any(t.requires_grad and t.is_leaf for t in tensors_in(args, kwargs)):
                 recording.stay_open("the batch requires a gradient, which has to go all the way")
 
@@ -226,7 +230,7 @@ class Recorder:
             )
         if not self.keeps_random and recording.draws:
             recording.stay_open(f"random numbers are drawn before {recording.cut!r}, and were not in earlier steps")
-        changed = [p for p, grad in zip(self.parameters, self._grads, strict=True) if p.grad is not grad]
+        changed = [p for p, grad, version in self._grads if p.grad is not grad or _version(grad) != version]
         self.reach(recording, key, changed)
         if recording.before is not None and not recording.before.trained_after:
             recording.stay_open(f"nothing after {recording.cut!r} is trained")
