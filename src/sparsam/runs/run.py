@@ -154,6 +154,12 @@ def method_of(recipe: Record) -> str:
         return recipe.text("name")
 
 
+def read_method(directory: str | Path) -> str:
+    """Return what the method of a run is called, as :func:`read_run` does."""
+    files = RunDirectory(directory)
+    return files.read("summary.json").text("method") if files.finished else method_of(files.read("recipe.json"))
+
+
 def _read_epochs(files: RunDirectory) -> tuple[Epoch, ...]:
     epochs: list[Epoch] = []
     for record in files.epochs():
