@@ -6,8 +6,6 @@ With --resnet18 only the cost is measured: of ResNet-18 on 32 × 32 images of ra
 """
 
 import argparse
-import os
-import platform
 import statistics
 import sys
 import time
@@ -15,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from in_turn import write
+from in_turn import machine, write
 from sklearn.datasets import load_digits
 from torch import nn
 
@@ -216,20 +214,6 @@ def measure_agreement(model, x, y, draws, seed):
 
 
 # ----------------------------------------------------------------------------------------------------- report
-
-
-def machine(device):
-    cpu = platform.processor()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        cpu = next((line.split(":")[1].strip() for line in info.open() if line.startswith("model name")), cpu)
-    return {
-        "torch": torch.__version__,
-        "cpu": cpu,
-        "threads": torch.get_num_threads(),
-        "cores": os.cpu_count(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-    }
 
 
 def print_cost(times):

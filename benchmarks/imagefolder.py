@@ -189,6 +189,7 @@ def main():
             f"{shutil.disk_usage(memory).free / 2**20:.0f} MB; choose fewer --workers or a smaller --batch-size"
         )
 
+    environment = describe_environment(options.device)
     with tempfile.TemporaryDirectory() as folder:
         try:
             data = enlarge(options.images, Path(folder), options.batches * options.batch_size, options.quality, cores)
@@ -200,7 +201,7 @@ def main():
     }
     result = {
         "data": data,
-        "environment": describe_environment(options.device),
+        "environment": environment,
         "cores": cores,
         "torchvision": torchvision.__version__,
         "pillow": PIL.__version__,

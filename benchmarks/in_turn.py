@@ -7,7 +7,7 @@ import torch
 
 import sparsam
 from sparsam.replay.clock import Clock
-from sparsam.training.environment import processor
+from sparsam.training.environment import git_commit, processor
 
 
 def times_in_turn(steps, *, rounds, count, device):
@@ -31,13 +31,15 @@ def times_in_turn(steps, *, rounds, count, device):
 
 
 def machine(device):
-    """Return what a result was measured on."""
+    """Return what a result was measured with: hardware, versions, and the commit, with a + if there are changes."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
+        "processor": processor(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "sparsam": sparsam.__version__,
+        "git": git_commit(),
     }
 
 

@@ -8,22 +8,20 @@ turn, round after round; fused points with the batches that a landscape has.
 
 import argparse
 import contextlib
-import json
 import statistics
 import sys
 from pathlib import Path
 
 import torch
+from in_turn import machine, write
 from torch.nn import functional as F
 
-import sparsam
 from sparsam.analysis.fusion import fastest
 from sparsam.analysis.kernels import kernels
 from sparsam.analysis.landscape import fused_batch, joined
 from sparsam.analysis.objective import Objective
 from sparsam.models import build_model
 from sparsam.replay.clock import Clock
-from sparsam.training.environment import processor
 
 
 def works(model, data, batch_size, device):
@@ -78,6 +76,7 @@ def main():
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     device = torch.device(options.device)
+    about = machine(device)  # before anything changes
     torch.manual_seed(0)
     model = build_model("resnet18", 100).to(device, memory_format=torch.channels_last)
     x, y = torch.randn(options.samples, 3, 32, 32), torch.randint(0, 100, (options.samples,))
@@ -90,10 +89,7 @@ def main():
                 rounds[name].append(seconds)
         print(f"round {turn} of {options.rounds}", file=sys.stderr)
     result = {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "sparsam": sparsam.__version__,
+        **about,
         "samples": options.samples,
         "batch_size": options.batch_size,
         **({"fused_batch_size": fused_batch(device)} if device.type == "cuda" else {}),
@@ -106,9 +102,7 @@ def main():
         print(
             f"| {name} | {middle:.4g} ({min(times):.4g} – {max(times):.4g}) | {1000 * middle / options.samples:.3g} |"
         )
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    write(result, options.output)
 
 
 if __name__ == "__main__":

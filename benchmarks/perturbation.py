@@ -8,17 +8,15 @@ rounds, and its quartiles.
 """
 
 import argparse
-import json
 import statistics
 from pathlib import Path
 
 import torch
+from in_turn import machine, write
 
-import sparsam
 from sparsam.perturbation import perturb, restore
 from sparsam.replay.clock import Clock
 from sparsam.runs.step_time import StepRatio
-from sparsam.training.environment import processor
 
 RHO = 0.05
 CASES = {"all weights": (False, False), "half of them, at random": (True, False), "adaptive": (False, True)}
@@ -57,6 +55,7 @@ def main():
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     device = torch.device(options.device)
+    about = machine(device)  # before anything changes
     shape = (options.layers, options.width, options.width)
     weights, grads = (list(torch.randn(shape, device=device).to(DTYPES[options.dtype]).unbind()) for _ in range(2))
     masks = list((torch.rand(shape, device=device) < 0.5).unbind())
@@ -75,10 +74,7 @@ def main():
         medians = {f"{who}_ms": 1000 * statistics.median(s) for who, s in times.items()}
         rows[name] = {"ratio": StepRatio.of(ratios).to_dict(), **medians}
     result = {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "sparsam": sparsam.__version__,
+        **about,
         "dtype": options.dtype,
         "weights": options.layers * options.width**2,
         "cases": rows,
@@ -94,9 +90,7 @@ def main():
             f"| {name} | {row['loop_ms']:.1f} | {row['sparsam_ms']:.1f} | "
             f"{ratio['median']:.2f} ({ratio['low']:.2f} – {ratio['high']:.2f}) |"
         )
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    write(result, options.output)
 
 
 if __name__ == "__main__":

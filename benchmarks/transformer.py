@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from sparsam import SAM, DynamicMask, RandomMask, TopKMask, thrifty
+from sparsam.report.styles import style
 
 RHO, STEPS = 0.05, 1_000_000
 SETTINGS = {"lr": 1e-4, "weight_decay": 0.1}
@@ -32,6 +33,7 @@ MASKS = {
     "largest weights": lambda interval: TopKMask(0.5, lambda params: [p.abs() for p in params], interval=interval),
     "dynamic": lambda interval: DynamicMask(0.5, interval=interval, total_steps=STEPS),
 }
+LOOKS = {"thrifty": "Thrifty SAM", "random": "SSAM, random", "dynamic": "SSAM-D"}  # whose colours lines have
 
 
 class Size(NamedTuple):
@@ -215,11 +217,14 @@ def plot(result, path):
     rows = [{row["method"]: row for row in size["rows"]} for size in result["sizes"]]
     figure, axes = plt.subplots(1, 3, figsize=(13, 4))
     for method in (ADAMW, "SAM", "thrifty"):
-        axes[0].plot(weights, [row[method]["ms"] for row in rows], "o-", label=method)
+        look = style(LOOKS.get(method, method)).line
+        axes[0].plot(weights, [row[method]["ms"] for row in rows], marker="o", label=method, **look)
         if rows[0][method]["memory_mb"] is not None:
-            axes[1].plot(weights, [row[method]["memory_mb"] / 1024 for row in rows], "o-", label=method)
+            memory = [row[method]["memory_mb"] / 1024 for row in rows]
+            axes[1].plot(weights, memory, marker="o", label=method, **look)
     for word in MASKS:
-        axes[2].plot(weights, [size["mask_ms"][word] for size in result["sizes"]], "o-", label=word)
+        look = style(LOOKS.get(word, word)).line
+        axes[2].plot(weights, [size["mask_ms"][word] for size in result["sizes"]], marker="o", label=word, **look)
     for ax, title in zip(axes, ("a step, ms", "peak memory, GiB", "a new mask, ms"), strict=True):
         ax.set(title=title, xlabel="weights, millions", xlim=(0, None), ylim=(0, None))
         ax.grid(alpha=0.3)

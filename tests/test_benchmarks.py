@@ -1,4 +1,4 @@
-"""Benchmarks that compare methods: they run to their end, and their ratios are those of the rounds."""
+"""Benchmarks: they run to their end, their ratios are those of the rounds, and a result names its commit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from commands import ROOT
+
+from sparsam.training.environment import git_commit
 
 SMALL = {
     "peers.py": ("--batch-size", 2, "--size", 8, "--warm-up", 3),
@@ -17,19 +20,27 @@ SMALL = {
     "ssam_c.py": ("--networks", "resnet18", "--batch-size", 2, "--steps", 1, "--warm-up", 3, "--precision", "fp32"),
 }
 BASE = {"transformer.py": "AdamW"}
+OTHERS = {
+    "looking.py": ("--samples", 2, "--batch-size", 2),
+    "perturbation.py": ("--layers", 2, "--width", 4),
+}
+
+
+def measured(script, *options, output):
+    """Run a script; return its result and what it printed."""
+    command = [sys.executable, ROOT / "benchmarks" / script, *options, output]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return json.loads(output.read_text()), done.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SMALL)
 def test_ratios_are_those_of_the_rounds(script, tmp_path):
-    output = tmp_path / "result.json"
-    command = [sys.executable, ROOT / "benchmarks" / script, *SMALL[script], "--rounds", 3, "--output", output]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        list(map(str, [*command, "--device", "cpu"])), env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads(output.read_text())
+    options = (*SMALL[script], "--rounds", 3, "--device", "cpu", "--output")
+    result, text = measured(script, *options, output=tmp_path / "result.json")
+    assert result["git"] == git_commit()
     rows = {row["method"]: row for part in result.get("sizes", [result]) for row in part["rows"]}
     plain = rows[BASE.get(script, "SGD")]["rounds_ms"]
     assert len(plain) == 3
@@ -37,18 +48,47 @@ def test_ratios_are_those_of_the_rounds(script, tmp_path):
     for name, row in rows.items():
         ratios = [own / base for own, base in zip(row["rounds_ms"], plain, strict=True)]
         assert row["ratio"] == pytest.approx(statistics.median(ratios))
-        assert f"| {name} | " in done.stdout
+        assert f"| {name} | " in text
 
 
 @pytest.mark.slow
 def test_the_cost_of_the_fisher_is_that_of_the_rounds(tmp_path):
-    output = tmp_path / "result.json"
-    command = [sys.executable, ROOT / "benchmarks" / "fisher.py", "--resnet18", 2, "--repeats", 3, "--json", output]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    times = json.loads(output.read_text())["seconds"]
+    options = ("--resnet18", 2, "--repeats", 3, "--json")
+    result, text = measured("fisher.py", *options, output=tmp_path / "result.json")
+    assert result["settings"]["git"] == git_commit()
+    times = result["seconds"]
     unit, signs = times["batch gradient"], times["signs, chunks of 32"]
     assert len(unit) == len(signs) == 3
     ratio = statistics.median(own / base for own, base in zip(signs, unit, strict=True))
-    assert f"| {ratio:.2f} (" in done.stdout
+    assert f"| {ratio:.2f} (" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", OTHERS)
+def test_a_result_names_its_commit(script, tmp_path):
+    options = (*OTHERS[script], "--rounds", 2, "--device", "cpu", "--output")
+    result, _ = measured(script, *options, output=tmp_path / "result.json")
+    assert result["git"] == git_commit()
+
+
+def test_the_commit_of_a_result(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from in_turn import machine
+
+    def git(*arguments):
+        who = ("-c", "user.name=me", "-c", "user.email=me@example.com")
+        return subprocess.run(["git", *who, *arguments], check=True, capture_output=True, text=True).stdout.strip()
+
+    def commit():
+        return machine(torch.device("cpu"))["git"]
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert commit() is None
+    git("init")
+    (tmp_path / "code.py").write_text("x = 1")
+    git("add", "code.py")
+    git("commit", "-m", "one")
+    assert commit() == git("rev-parse", "--short=12", "HEAD")
+    (tmp_path / "code.py").write_text("x = 2")
+    assert commit() == git("rev-parse", "--short=12", "HEAD") + "+"

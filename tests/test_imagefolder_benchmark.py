@@ -92,7 +92,7 @@ def test_a_short_run(run, tmp_path, capsys):
     assert "enlarged to 500x375" in text
     result = json.loads(output.read_text())
     assert result["data"]["images_a_round"] == 20
-    assert {"torch", "processor", "device"} <= result["environment"].keys()
+    assert {"torch", "processor", "device", "git"} <= result["environment"].keys()
     speeds = {name: row["rounds"] for name, row in result["rows"].items()}
     assert list(speeds) == ["sparsam", "torchvision"]
     ratios = np.divide(speeds["sparsam"], speeds["torchvision"])

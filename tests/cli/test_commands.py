@@ -85,6 +85,7 @@ def test_compare_continues_a_stopped_run(compared, tmp_path):
         json.loads((place / "digits-ssam-d-seed0" / "summary.json").read_text()) for place in (output, tmp_path)
     )
     assert whole.pop("step_ratio")
+    assert whole.pop("measured").keys() == {"step_ratio"}
     assert whole == again
 
 

@@ -274,6 +274,15 @@ def last_line(**values):
             r"evaluated_on must be 'test' or 'validation'",
         ),
         (edit("summary.json", lambda s: s.update(extra=[1])), r"extra must be an object, but is \[1\]$"),
+        (edit("summary.json", lambda s: s.update(measured=1)), r"measured must be an object, but is 1$"),
+        (
+            edit("summary.json", lambda s: s.update(measured={"step_ratio": {"device": "cpu", "torch": 2}})),
+            r"measured 'step_ratio' must be an object with device, torch and git, .* but is \{'device': 'cpu', 'torch': 2\}$",
+        ),
+        (
+            edit("summary.json", lambda s: s.update(measured={"a": {"device": "cpu", "torch": "2", "git": 3}})),
+            r"measured 'a' must be an object with device, torch and git, which may be null, but is .*$",
+        ),
         (
             edit("summary.json", lambda s: s.update(extra={"a": "x" * 99})),
             r"extra 'a' must be a number, but is 'xxx.*\.\.\.$",

@@ -14,6 +14,7 @@ from sparsam.runs.directory import RunDirectory
 from sparsam.runs.recipe import load_recipe
 from sparsam.runs.step_time import StepRatio
 from sparsam.training.comparison import compare_recipes
+from sparsam.training.environment import git_commit
 from sparsam.training.step_times import WARM_UP, Part, time_in_turn
 
 
@@ -136,3 +137,5 @@ def test_a_comparison_keeps_the_ratios_of_all_methods_in_the_summaries(tmp_path,
     ratios = [RunDirectory(run).summary()["step_ratio"] for run in runs]
     assert [ratio["median"] for ratio in ratios] == [1.0, 1.0, 2.0, 2.0]
     assert ratios[0] == {"median": 1.0, "low": 1.0, "high": 3.0, "rounds": 7}
+    about = {"device": "cpu", "torch": torch.__version__, "git": git_commit()}
+    assert [RunDirectory(run).summary()["measured"] for run in runs] == [{"step_ratio": about}] * 4

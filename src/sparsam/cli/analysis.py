@@ -108,10 +108,11 @@ def masks(runs: Runs, output: Output = Path("runs/analysis")) -> None:
     """
     from sparsam.report.mask_figure import RunMasks, draw_masks
     from sparsam.runs.directory import RunDirectory
+    from sparsam.runs.run import read_method
 
     runs = ordered(runs)
     found = [
-        RunMasks(name, RunDirectory(run).recipe().method, RunDirectory(run).metrics())
+        RunMasks(name, read_method(run), RunDirectory(run).metrics())
         for name, run in zip(names_of(runs), runs, strict=True)
     ]
     shown = [run for run in found if run.epochs]

@@ -18,6 +18,7 @@ from sparsam.cli.names import names_of
 from sparsam.report.gradient_figure import draw_layers, draw_runs
 from sparsam.runs.directory import RunDirectory
 from sparsam.runs.results import write_result
+from sparsam.runs.run import read_method
 
 SHARED = ("rho", "samples", "batches", "weights")  # settings that compared results must share
 
@@ -63,7 +64,8 @@ def show(runs: Sequence[Path], results: Sequence[dict[str, Any]], output: Path) 
         )
     console = Console(highlight=False)
     console.print(table)
-    files = draw_runs(labelled, output / "gradients")
+    shown = [(label, read_method(run), result) for run, (label, result) in zip(runs, labelled, strict=True)]
+    files = draw_runs(shown, output / "gradients")
     for label, result in labelled:
         files += draw_layers(label, result, output / f"gradients-{label.replace('/', '-')}")
     console.print(

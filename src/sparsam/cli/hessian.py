@@ -21,6 +21,7 @@ from sparsam.errors import UserValueError
 from sparsam.report.spectrum_figure import draw_spectra
 from sparsam.runs.directory import RunDirectory
 from sparsam.runs.results import write_result
+from sparsam.runs.run import read_method
 
 NONE = "–"
 SHARED = ("samples", "weights")  # settings that compared results must share
@@ -93,9 +94,9 @@ def show(runs: Sequence[Path], results: Sequence[dict[str, Any]], output: Path) 
     for name, result in zip(names, results, strict=True):
         table.add_row(Text(name), *_cells(result))
     console.print(table)
-    labels = [r["method"] for r in results]
-    labels = labels if len(set(labels)) == len(labels) else names
-    files = draw_spectra(list(zip(labels, results, strict=True)), output / "hessian")
+    methods = list(map(read_method, runs))
+    labels = methods if len(set(methods)) == len(methods) else names
+    files = draw_spectra(list(zip(labels, methods, results, strict=True)), output / "hessian")
     weak = [name for name, result in zip(names, results, strict=True) if not result["converged"]]
     if weak:
         console.print(f"Not converged, see the residuals, or take more --products: {', '.join(weak)}", style="yellow")

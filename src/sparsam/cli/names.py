@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sparsam.report.styles import place
 from sparsam.runs.directory import RunDirectory
-from sparsam.runs.run import method_of
+from sparsam.runs.run import read_method
 
 
 def names_of(runs: Sequence[Path]) -> list[str]:
@@ -34,4 +34,4 @@ def _key(run: Path) -> tuple[object, ...]:
         return place("~"), "", 0, ""
     recipe = directory.read("recipe.json")
     seed = recipe.values.get("train", {}).get("seed", 0)
-    return place(method_of(recipe)), recipe.text("name"), seed, str(run)
+    return place(read_method(run)), recipe.text("name"), seed, str(run)

@@ -12,17 +12,13 @@ import typer
 
 from sparsam.cli.analysis import Device, find_device
 from sparsam.cli.options import Set, ShareStart, overrides
-from sparsam.cli.table import show_table
+from sparsam.cli.reproduce_folder import note, print_other_devices, show_folder, time_folder, write_page
+from sparsam.cli.table import print_table
 from sparsam.errors import UserRuntimeError, UserValueError
 
 if TYPE_CHECKING:
     from sparsam.reproduce.experiments import Experiment
-    from sparsam.runs.run import Run
     from sparsam.training.planned import PlannedRun
-
-
-PAPER_NOTE = "Paper: the highest accuracy of all epochs. Ours: that of the last."
-FLOPS_NOTE = "FLOPs: by the paper's formula, which does not know that nothing before a cut is computed twice."
 
 
 class Engine(StrEnum):
@@ -44,6 +40,10 @@ def reproduce(
     source: Annotated[
         Path | None, typer.Option("--from", metavar="FOLDER", help="Show the runs in a folder, train nothing.")
     ] = None,
+    timed: Annotated[
+        bool,
+        typer.Option("--time-steps", help="With --from: also time the steps of the runs on this device, in turn."),
+    ] = False,
     only: Annotated[
         list[str] | None,
         typer.Option(metavar="TEXT", help="Only rows with this text in their name; may hold * and be repeated."),
@@ -88,6 +88,7 @@ def reproduce(
     sparsam reproduce --list
     sparsam reproduce table1 --dry-run
     sparsam reproduce table1 --from results/
+    sparsam reproduce table1 --from results/ --time-steps --set data.root=DATA
     sparsam reproduce table1 --only cifar10- --seeds 3 --set data.root=DATA
     sparsam reproduce table9 --epochs 30 --engine ray --address auto
     ```
@@ -109,14 +110,18 @@ def reproduce(
         raise UserValueError(
             "--markdown goes with --from, without --epochs and --set: the page has the runs of all numbers of epochs"
         )
+    if timed:
+        _check_timed(source, rounds, {"--list": list_rows, "--dry-run": dry_run, "--markdown": markdown is not None})
     if list_rows:
         _list(experiments)
         return
     if source is not None:
+        if timed:
+            time_folder(experiments, source, changes, find_device(device), rounds)
         if markdown is not None:
-            _write_page(experiments, names or [], source, markdown)
+            write_page(experiments, names or [], source, markdown)
         else:
-            _show_folder(experiments, source, changes, output)
+            show_folder(experiments, source, changes, output)
         return
     planned = part_of(plan_runs(experiments, seeds, output, changes), part)
     if dry_run:
@@ -127,10 +132,7 @@ def reproduce(
     if part is None:
         finished = [run for run in planned if RunDirectory(run.path).finished]
         place = find_device(None if engine is Engine.ray else device)
-        for device_of_run in measure_times(experiments, finished, changes, device=place, rounds=rounds):
-            rich.print(
-                f"No times were measured of runs that were trained on {device_of_run}, another device than this."
-            )
+        print_other_devices(measure_times(experiments, finished, changes, device=place, rounds=rounds))
         _show(experiments, finished, changes, output, place, samples, points)
     elif not failed:
         rich.print(f"Part {part} is trained. When all parts are, the same command without --part shows the tables.")
@@ -139,6 +141,16 @@ def reproduce(
             f"{len(failed)} of {len(planned)} runs failed; the same command goes on with them\n"
             + "\n".join(_grouped(failed))
         )
+
+
+def _check_timed(source: Path | None, rounds: int, others: dict[str, bool]) -> None:
+    """Refuse what does not go with --time-steps."""
+    if source is None:
+        raise UserValueError("--time-steps goes with --from: runs that are trained now are timed afterwards anyway")
+    for option in (option for option, given in others.items() if given):
+        raise UserValueError(f"--time-steps does not go with {option}: time the steps first, with a command of its own")
+    if rounds == 0:
+        raise UserValueError("--rounds must be at least 1 for --time-steps, but is 0")
 
 
 def _grouped(failed: Sequence[str]) -> list[str]:
@@ -234,65 +246,13 @@ def _show(
         replace_file(output / f"{name}.csv", comma_separated(results))
         if experiment.shows is None:
             tables[title] = table
-            _print_table(title, table, _note(experiment))
+            print_table(title, table, note(experiment))
         else:
             rich.print(f"\n[bold]{title}[/bold]")
             draw_figure(experiment, results, output, device, samples, points)
     if runs:
         page = write_report([run.path for run in finished], output / "report.html", tables=tables)
         rich.print(f"Tables as Markdown and CSV beside the page: {page}")
-
-
-def _runs_in(folder: Path) -> list[Run]:
-    from sparsam.reproduce.comparison import find_runs
-
-    if not folder.is_dir():
-        raise UserValueError(f"--from must be a folder with runs, but {folder} is none")
-    return find_runs(folder)
-
-
-def _write_page(experiments: Sequence[Experiment], names: Sequence[str], folder: Path, file: Path) -> None:
-    """Write the tables from the runs in a folder to one page."""
-    from sparsam.reproduce.document import results_page
-    from sparsam.runs.files import replace_file
-
-    tables = [experiment for experiment in experiments if experiment.shows is None]
-    if not tables:
-        raise UserValueError("--markdown writes tables, but only figures are named")
-    replace_file(file, results_page(tables, _runs_in(folder), names=names, folder=folder, file=file))
-    rich.print(f"The tables: {file}")
-
-
-def _show_folder(experiments: Sequence[Experiment], folder: Path, changes: list[str], output: Path) -> None:
-    """Print the tables from the runs in a folder, and draw the figures from what was measured of them."""
-    from sparsam.cli.paper_figures import redraw_figure
-    from sparsam.reproduce.comparison import compare, other_epochs
-    from sparsam.reproduce.table import paper_table
-
-    runs = _runs_in(folder)
-    for experiment in experiments:
-        results = compare(experiment, runs, changes)
-        _print_table(experiment.heading(changes), paper_table(results), _note(experiment))
-        if not any(result.method for result in results):
-            rich.print(f"There is no run of {experiment.name} in {folder}.")
-        elif experiment.shows is not None:
-            redraw_figure(experiment, results, output)
-        others = [] if changes else sorted(other_epochs(experiment, runs))
-        if others:
-            epochs = " and ".join(map(str, others))
-            rich.print(f"There are also runs of {epochs} epochs: --epochs {others[-1]} shows those of {others[-1]}.")
-
-
-def _note(experiment: Experiment) -> str:
-    return f"{PAPER_NOTE} {FLOPS_NOTE}" if any(row.paper is not None for row in experiment.rows) else FLOPS_NOTE
-
-
-def _print_table(title: str, table: Any, note: str = "") -> None:
-    console = rich.get_console()
-    console.print(f"\n[bold]{title}[/bold]", highlight=False)
-    show_table(table, console)
-    if note:
-        console.print(note, style="dim")
 
 
 def _list(experiments: Sequence[Experiment]) -> None:
@@ -309,7 +269,7 @@ def _list(experiments: Sequence[Experiment]) -> None:
             for row in experiment.rows
         )
         columns = ("Row", "Paper, %", "FLOPs (theory)", "Fisher, paper")
-        _print_table(experiment.heading(), Table(columns, rows))
+        print_table(experiment.heading(), Table(columns, rows))
 
 
 def _estimate(planned: Sequence[PlannedRun], device: str | None) -> None:
@@ -326,7 +286,7 @@ def _estimate(planned: Sequence[PlannedRun], device: str | None) -> None:
         for e in found
     )
     if rows:
-        _print_table("Runs", Table(("Run", "Steps", "ms a step", "Hours"), rows))
+        print_table("Runs", Table(("Run", "Steps", "ms a step", "Hours"), rows))
     unit = "GPU-hours" if place.type == "cuda" else f"hours on {place}"
     hours, finished = sum(e.hours for e in found), len(planned) - len(waiting)
     done = f"; {finished} more are finished" if finished else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import rich
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.padding import Padding
@@ -61,6 +62,15 @@ def show_table(table: Table, console: Console) -> None:
         for note in dict.fromkeys(name.note for name in names if name.note):
             those = ", ".join(name.text for name in names if name.note == note)
             console.print(Padding(f"{those}: {note}", (0, 0, 0, 1)), style="dim")
+
+
+def print_table(title: str, table: Table, note: str = "") -> None:
+    """Print the table below its title, and a note below it."""
+    console = rich.get_console()
+    console.print(f"\n[bold]{title}[/bold]", highlight=False)
+    show_table(table, console)
+    if note:
+        console.print(note, style="dim")
 
 
 def _broken(name: str, width: int) -> list[str]:

@@ -12,26 +12,25 @@ from sparsam.report.plotting import new_figure, save_figure
 from sparsam.report.styles import styles
 
 
-def draw_runs(results: Sequence[tuple[str, dict[str, Any]]], path: Path) -> list[Path]:
+def draw_runs(runs: Sequence[tuple[str, str, dict[str, Any]]], path: Path) -> list[Path]:
     """Draw the distribution over all weights, a line for each run.
 
     Args:
-        results: Labels and what `sparsam gradients` has written.
+        runs: Of each its label, its method and what `sparsam gradients` has written.
         path: Where to, without a suffix.
     """
     figure, ax = new_figure(6.4, 4.0)
-    looks = styles([result.get("method", label) for label, result in results])
-    for (label, result), look in zip(results, looks, strict=True):
+    for (label, _, result), look in zip(runs, styles([method for _, method, _ in runs]), strict=True):
         edges, counts = np.array(result["edges"]), np.array(result["counts"][""], dtype=float)
         below = 100 * result["below_zero"][""]
         density, name = counts / counts.sum() / np.diff(edges), f"{label}: {below:.1f} % below 0"
         ax.stairs(density, edges, label=name, linewidth=1.6, **look.line)
     ax.axvline(0, color="0.4", linewidth=0.8)
-    rhos, sizes = {r["rho"] for _, r in results}, {r["samples"] / r["batches"] for _, r in results}
+    rhos, sizes = {r["rho"] for *_, r in runs}, {r["samples"] / r["batches"] for *_, r in runs}
     title = f"ρ = {_or(rhos)}, batches of {_or(sizes)}; the outermost bins hold all values beyond"
     ax.set(xlabel=r"$r = \log\,|(g_{SAM} - g_{SGD})\,/\,g_{SGD}|$", ylabel="density of weights")
     ax.set_title(title, fontsize=10)
-    ax.set_ylim(0, ax.get_ylim()[1] * (1 + 0.08 * len(results)))  # room for the legend above the curves
+    ax.set_ylim(0, ax.get_ylim()[1] * (1 + 0.08 * len(runs)))  # room for the legend above the curves
     ax.legend(frameon=False, fontsize=9, loc="upper left")
     return save_figure(figure, path)
 

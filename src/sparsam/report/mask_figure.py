@@ -12,6 +12,7 @@ from sparsam.errors import UserValueError
 from sparsam.report.plotting import new_figure, save_figure
 from sparsam.report.styles import style
 
+FEW = 50  # epochs; dots of more would hide the dashes
 KEPT = {"mask_kept": "the epoch before", "mask_kept_since_start": "the first epoch"}
 
 
@@ -54,7 +55,8 @@ def draw_masks(runs: Sequence[RunMasks], path: Path) -> list[Path]:
         for (key, words), look in zip(KEPT.items(), looks, strict=True):
             points = [(m["epoch"], m[key]) for m in run.epochs if m.get(key) is not None]
             if points:
-                below.plot(*zip(*points, strict=True), marker=".", label=words, **look)
+                marker = "." if len(points) <= FEW else ""
+                below.plot(*zip(*points, strict=True), marker=marker, label=words, **look)
         below.set(xlabel="epoch", ylim=(0, 1.03), xlim=extent[:2])
         if below.lines:
             below.legend(frameon=False, fontsize=8)

@@ -19,14 +19,15 @@ ROW = 4  # panels side by side
 FIRST, FIFTH, QUIET = "black", "#59626e", "#59626e"
 
 
-def draw_spectra(results: Sequence[tuple[str, dict[str, Any]]], path: Path) -> list[Path]:
+def draw_spectra(runs: Sequence[tuple[str, str, dict[str, Any]]], path: Path) -> list[Path]:
     """Draw densities on a logarithmic scale, with λ1 and λ5.
 
     Args:
-        results: Labels and what `sparsam hessian` has written.
+        runs: Of each its label, its method and what `sparsam hessian` has written.
         path: Where to, without a suffix.
     """
-    densities = [Density.from_dict(result["density"]) for _, result in results]
+    results = [result for *_, result in runs]
+    densities = [Density.from_dict(result["density"]) for result in results]
     low, high, width = _range(results, densities)
     grid = np.linspace(low, high, 3000)
     rows = math.ceil(len(results) / ROW)
@@ -38,8 +39,8 @@ def draw_spectra(results: Sequence[tuple[str, dict[str, Any]]], path: Path) -> l
     curves = [density.curve(grid, width)[1] for density in densities]
     singles = [1 / (density.size * width * math.sqrt(2 * math.pi)) for density in densities]
     floor, top = min(singles) / 20, max(curve.max() for curve in curves)
-    for ax, (label, result), curve, single in zip(axes.flat, results, curves, singles, strict=False):
-        look = style(result.get("method", label)).line
+    for ax, (label, method, result), curve, single in zip(axes.flat, runs, curves, singles, strict=False):
+        look = style(method).line
         ax.fill_between(grid, floor, np.maximum(curve, floor), color=look["color"], alpha=0.2, linewidth=0)
         ax.plot(grid, curve, linewidth=1.2, **look)
         ax.axhline(single, color=QUIET, linewidth=0.7, linestyle=(0, (1, 2)))
@@ -58,14 +59,14 @@ def draw_spectra(results: Sequence[tuple[str, dict[str, Any]]], path: Path) -> l
     widest = max(range(len(gaps)), key=lambda i: gaps[i][0])
     note = {"textcoords": "offset points", "ha": "center", "color": QUIET, "fontsize": 7}
     axes.flat[widest].annotate("one eigenvalue", (gaps[widest][1], singles[widest]), (0, 2), **note)
-    caption = textwrap.fill(_caption([result for _, result in results], width), round(17 * inches))
+    caption = textwrap.fill(_caption(results, width), round(17 * inches))
     figure.supxlabel(caption, fontsize=7, color=QUIET)
     return save_figure(figure, path)
 
 
-def _range(results: Sequence[tuple[str, dict[str, Any]]], densities: Sequence[Density]) -> tuple[float, float, float]:
+def _range(results: Sequence[dict[str, Any]], densities: Sequence[Density]) -> tuple[float, float, float]:
     """Return where the axis begins and ends, and the width of the kernel that belongs to it."""
-    ends = [end for density in densities for end in density.range] + [r["eigenvalues"][0] for _, r in results]
+    ends = [end for density in densities for end in density.range] + [r["eigenvalues"][0] for r in results]
     span = max(ends) - min(ends) or 1.0
     return min(ends) - 0.04 * span, max(ends) + 0.06 * span, 0.003 * span
 

@@ -1,4 +1,9 @@
-"""How each method looks, in every figure and on every page: one order, one colour and one dash a method, SGD first."""
+"""How each method looks, in every figure and on every page: one order, one colour and one dash a method, SGD first.
+
+The look depends on the name of the method alone, which comes from the run (:func:`sparsam.runs.run.read_method`), never
+on a label or on the runs beside it. Only where two lines of one chart have the same method does the second get another
+dash.
+"""
 
 from __future__ import annotations
 

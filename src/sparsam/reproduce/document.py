@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from sparsam.report.text import markdown
 from sparsam.reproduce.comparison import Result, compare, other_epochs
 from sparsam.reproduce.experiments import Experiment
-from sparsam.reproduce.table import paper_table
+from sparsam.reproduce.table import FISHER_SECONDS, paper_table
 from sparsam.runs.run import Run
 
 WIDTH = 120  # of a line
@@ -71,17 +71,31 @@ def _tables(experiment: Experiment, runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _made_on(results: Sequence[Result]) -> Iterator[str]:
-    """Say on what the runs were made."""
+    """Say on what the runs were made, and with what their times were measured."""
     runs = [run for result in results if result.method for run in result.method.counted]
-    facts = {
-        "": [run.environment["device"] for run in runs],
-        "torch ": [run.environment["torch"] for run in runs],
-        "precision ": [run.recipe["train"]["precision"] for run in runs],
-        "commit ": [run.environment["git"] or "unknown" for run in runs],
-    }
-    if runs:
-        made = f"Made on: {'; '.join(name + ', '.join(sorted(set(values))) for name, values in facts.items())}."
-        yield textwrap.fill(made, WIDTH, break_long_words=False, break_on_hyphens=False)
+    if not runs:
+        return
+    times = [run.measured.get(key, {}) for run in runs for key in _timed(run)]
+    facts = [
+        _distinct(run.environment["device"] for run in runs),
+        f"torch {_distinct(run.environment['torch'] for run in runs)}",
+        f"precision {_distinct(run.recipe['train']['precision'] for run in runs)}",
+        f"commit {_distinct(run.environment['git'] for run in runs)}",
+    ]
+    if times:
+        torch, commit = (_distinct(about.get(key) for about in times) for key in ("torch", "git"))
+        facts.append(f"times: torch {torch}, commit {commit}")
+    yield textwrap.fill(f"Made on: {'; '.join(facts)}.", WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def _distinct(texts: Iterable[str | None]) -> str:
+    return ", ".join(sorted({text or "unknown" for text in texts}))
+
+
+def _timed(run: Run) -> list[str]:
+    """Return which numbers of a run are times that were measured after it."""
+    fisher = [FISHER_SECONDS] if FISHER_SECONDS in run.extra else []
+    return ["step_ratio", *fisher] if run.step_ratio else fisher
 
 
 def _epochs(results: Sequence[Result]) -> str:

@@ -25,6 +25,8 @@ from sparsam.runs.lock import Lock
 from sparsam.runs.recipe import Recipe, RecipeError, recipe_from
 from sparsam.runs.record import Record
 
+TABLES = ("extra", "measured")  # of summary.json
+
 
 class RunDirectory:
     """Reads and writes the files of one run."""
@@ -173,11 +175,15 @@ class RunDirectory:
         self._write("summary.json", summary)
 
     def add_to_summary(self, values: dict[str, Any]) -> None:
-        """Add numbers to the end result that were measured after it."""
+        """Add numbers to the end result that were measured after it.
+
+        Args:
+            values: What to add. Tables in :data:`TABLES` keep what they have.
+        """
         with self.locked():
             summary = self.summary()
-            extra = {**summary.get("extra", {}), **values.get("extra", {})}
-            self.write_summary({**summary, **values, "extra": extra})
+            tables = {key: {**(summary.get(key) or {}), **(values.get(key) or {})} for key in TABLES}
+            self.write_summary({**summary, **values, **{key: table for key, table in tables.items() if table}})
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
         replace_file(self.path / name, json.dumps(content, indent=2) + "\n")

@@ -59,6 +59,8 @@ class Run:
     theoretical_flops: float | None = None
     extra: dict[str, float] = field(default_factory=dict)
     """Further numbers by their label."""
+    measured: dict[str, dict[str, str | None]] = field(default_factory=dict)
+    """Of the step ratio and of further numbers that were measured after the run: device, torch and git commit."""
 
     @property
     def setup(self) -> str:
@@ -154,6 +156,12 @@ def method_of(recipe: Record) -> str:
         return recipe.text("name")
 
 
+def read_method(directory: str | Path) -> str:
+    """Return what the method of a run is called, as :func:`read_run` does."""
+    files = RunDirectory(directory)
+    return files.read("summary.json").text("method") if files.finished else method_of(files.read("recipe.json"))
+
+
 def _read_epochs(files: RunDirectory) -> tuple[Epoch, ...]:
     epochs: list[Epoch] = []
     for record in files.epochs():
@@ -204,6 +212,7 @@ def _with_summary(run: Run, summary: Record) -> Run:
         perturbed=summary.optional("perturbed"),
         theoretical_flops=summary.optional("theoretical_flops"),
         extra={label: float(value) for label, value in extra.items() if value is not None},
+        measured=_measured(summary),
     )
 
 
@@ -212,6 +221,18 @@ def _step_ratio(summary: Record) -> StepRatio | None:
         return None
     low, middle, high = (summary.number(f"step_ratio.{key}") for key in ("low", "median", "high"))
     return StepRatio(middle, low, high, summary.whole("step_ratio.rounds"))
+
+
+def _measured(summary: Record) -> dict[str, dict[str, str | None]]:
+    found = summary.values.get("measured") or {}
+    if not isinstance(found, dict):
+        raise summary.wrong("measured", "an object")
+    for label, about in found.items():
+        known = isinstance(about, dict) and all(isinstance(about.get(key), str) for key in ("device", "torch"))
+        if not known or not isinstance(about.get("git"), str | None):
+            allowed = "an object with device, torch and git, which may be null"
+            raise RunError(f"{summary.source}: measured {label!r} must be {allowed}, but is {shown(about)}")
+    return found
 
 
 def _with_metrics(run: Run) -> Run:

@@ -32,6 +32,11 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
     }
 
 
+def measured_with(device: torch.device) -> dict[str, str | None]:
+    """Return what a time is measured with. Take it before anything is written: that may change a file of a commit."""
+    return {"device": device_name(device), "torch": str(torch.__version__), "git": git_commit()}
+
+
 def warn_if_moved(directory: RunDirectory, device: torch.device) -> None:
     """Warn if a run goes on with another number of processes, or on another kind of device, than it began with."""
     if not (directory.path / "environment.json").is_file():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -14,6 +15,7 @@ from sparsam.runs.directory import RunDirectory
 from sparsam.runs.lock import Locked
 from sparsam.runs.recipe import Recipe
 from sparsam.runs.schema import RecipeError
+from sparsam.training.environment import measured_with
 from sparsam.training.interrupt import Interrupted, stopping_on_signals
 from sparsam.training.launch import open_run
 from sparsam.training.planned import PlannedRun
@@ -61,26 +63,36 @@ def train_runs(
     return failed
 
 
-def time_steps(planned: Sequence[PlannedRun], *, device: torch.device, rounds: int) -> None:
+def time_steps(
+    planned: Sequence[PlannedRun], *, device: torch.device, rounds: int, about: dict[str, str | None] | None = None
+) -> None:
     """Time all methods in turn and write the result into the runs' summaries, if one of them lacks it.
 
     Args:
         planned: Finished runs.
         device: Where.
         rounds: How many times each method takes a step (:mod:`sparsam.training.step_times`).
+        about: What it is measured with; None: that is found out here (:func:`~.environment.measured_with`).
     """
     if all("step_ratio" in RunDirectory(path).summary() for _, path in planned):
         return
-    methods = {recipe.name: recipe for recipe, _ in planned}
+    about = about or measured_with(device)
+    methods = list(dict.fromkeys(without_seed(recipe) for recipe, _ in planned))
     try:
-        times = time_in_turn(list(methods.values()), device=device, rounds=rounds)
+        times = time_in_turn(methods, device=device, rounds=rounds)
     except torch.OutOfMemoryError as error:
         raise UserRuntimeError(
             "all runs are finished, but there is too little memory to time them in turn; --rounds 0 leaves it out"
         ) from error
     ratios = dict(zip(methods, times, strict=True))
     for recipe, path in planned:
-        RunDirectory(path).add_to_summary({"step_ratio": ratios[recipe.name].to_dict()})
+        ratio = ratios[without_seed(recipe)].to_dict()
+        RunDirectory(path).add_to_summary({"step_ratio": ratio, "measured": {"step_ratio": about}})
+
+
+def without_seed(recipe: Recipe) -> Recipe:
+    """Return what the seeds of a method have in common, and with it the time of their steps."""
+    return replace(recipe, train=replace(recipe.train, seed=0))
 
 
 def _take_turns(

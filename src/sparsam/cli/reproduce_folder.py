@@ -1,0 +1,82 @@
+"""`sparsam reproduce --from`: the tables and figures of runs that are in a folder, and the times of their steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import rich
+
+from sparsam.cli.analysis import status
+from sparsam.cli.table import print_table
+from sparsam.errors import UserValueError
+
+if TYPE_CHECKING:
+    from sparsam.reproduce.experiments import Experiment
+    from sparsam.runs.run import Run
+
+
+PAPER_NOTE = "Paper: the highest accuracy of all epochs. Ours: that of the last."
+FLOPS_NOTE = "FLOPs: by the paper's formula, which does not know that nothing before a cut is computed twice."
+
+
+def _runs_in(folder: Path) -> list[Run]:
+    from sparsam.reproduce.comparison import find_runs
+
+    if not folder.is_dir():
+        raise UserValueError(f"--from must be a folder with runs, but {folder} is none")
+    return find_runs(folder)
+
+
+def write_page(experiments: Sequence[Experiment], names: Sequence[str], folder: Path, file: Path) -> None:
+    """Write the tables from the runs in a folder to one page."""
+    from sparsam.reproduce.document import results_page
+    from sparsam.runs.files import replace_file
+
+    tables = [experiment for experiment in experiments if experiment.shows is None]
+    if not tables:
+        raise UserValueError("--markdown writes tables, but only figures are named")
+    replace_file(file, results_page(tables, _runs_in(folder), names=names, folder=folder, file=file))
+    rich.print(f"The tables: {file}")
+
+
+def show_folder(experiments: Sequence[Experiment], folder: Path, changes: list[str], output: Path) -> None:
+    """Print the tables from the runs in a folder, and draw the figures from what was measured of them."""
+    from sparsam.cli.paper_figures import redraw_figure
+    from sparsam.reproduce.comparison import compare, other_epochs
+    from sparsam.reproduce.table import paper_table
+
+    runs = _runs_in(folder)
+    for experiment in experiments:
+        results = compare(experiment, runs, changes)
+        print_table(experiment.heading(changes), paper_table(results), note(experiment))
+        if not any(result.method for result in results):
+            rich.print(f"There is no run of {experiment.name} in {folder}.")
+        elif experiment.shows is not None:
+            redraw_figure(experiment, results, output)
+        others = sorted(other_epochs(experiment, runs))
+        if others and experiment.heading(changes) == experiment.heading():
+            epochs = " and ".join(map(str, others))
+            rich.print(f"There are also runs of {epochs} epochs: --epochs {others[-1]} shows those of {others[-1]}.")
+
+
+def time_folder(experiments: Sequence[Experiment], folder: Path, changes: list[str], device: Any, rounds: int) -> None:
+    """Measure the times that the runs in a folder lack, and write them into their summaries."""
+    from sparsam.reproduce.times import measure_times, runs_to_time
+
+    planned = runs_to_time(experiments, _runs_in(folder), changes)
+    with status(f"{len(planned)} runs: times"):
+        others = measure_times(experiments, planned, changes, device=device, rounds=rounds)
+    print_other_devices(others)
+
+
+def print_other_devices(devices: Iterable[str]) -> None:
+    """Name the devices whose runs have no times because they are not this one."""
+    for device in devices:
+        rich.print(f"No times were measured of runs that were trained on {device}, another device than this.")
+
+
+def note(experiment: Experiment) -> str:
+    """Return what the columns of a table mean."""
+    return f"{PAPER_NOTE} {FLOPS_NOTE}" if any(row.paper is not None for row in experiment.rows) else FLOPS_NOTE
