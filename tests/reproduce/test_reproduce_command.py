@@ -241,6 +241,9 @@ def test_a_dry_run_counts_steps_and_trains_nothing(own, reproduced, tmp_path):
         (("table1", "--part", "4/4"), "--part must be K/N with K from 0 to N - 1, such as 0/4, but is '4/4'"),
         (("table1", "--only", "sgd", "--address", "auto"), "--address goes with --engine ray"),
         (("table1", "--only", "sgd", "--engine", "ray", "--share-start"), "--share-start goes with --engine local"),
+        (("table1", "--known", "nowhere"), "--known must be a folder with runs, but nowhere is none"),
+        (("figure1", "--known", "results"), "--known goes with tables: figures need the weights of all runs"),
+        (("table1", "--from", "results", "--known", "results"), "--known says what need not be trained, but --from"),
     ],
 )
 def test_what_is_refused(arguments, message):
@@ -295,6 +298,26 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path):
     for method in ("sgd", "sam"):
         assert summary(tmp_path / "runs", f"digits-{method}-epochs1")["test_accuracy"] > 0.1
         assert f"digits-{method}" in done.stdout
+
+
+def test_known_runs_are_not_trained_again_and_stand_in_the_table(tmp_path):
+    own = tmp_path / "own.toml"
+    own.write_text("[t]\nrows = [{ recipe = 'digits-sgd' }, { recipe = 'digits-sam' }]\n")
+    arguments = ("--epochs", 1, "--rounds", 0, *QUICK[:4])
+    invoke("reproduce", own, *arguments, "--only", "digits-sgd", "-o", tmp_path / "known" / "deep")
+    arguments = (*arguments, "--seeds", 2, "--known", tmp_path / "known", "-o", tmp_path / "new")
+    assert "digits-sgd-epochs1-seed0" not in invoke("reproduce", own, *arguments, "--dry-run").stdout
+    done = invoke("reproduce", own, *arguments)
+    assert "1 runs are in" in done.stdout
+    assert "3 runs: 0 finished, 0 to go on with, 3 new" in done.stdout
+    trained = {path.name for path in (tmp_path / "new").iterdir() if path.is_dir()}
+    assert trained == {"digits-sgd-epochs1-seed1", "digits-sam-epochs1-seed0", "digits-sam-epochs1-seed1"}
+    row = next(csv.DictReader((tmp_path / "new" / "t-epochs1.csv").read_text().splitlines()))
+    places = ("known/deep", "new")
+    both = [summary(tmp_path / place, "digits-sgd-epochs1", seed) for seed, place in enumerate(places)]
+    assert float(row["ours"]) == pytest.approx(100 * fmean(found["test_accuracy"] for found in both), abs=1e-3)
+    again = invoke("reproduce", own, *arguments[:-4], "--known", tmp_path, "-o", tmp_path / "none")
+    assert "4 runs are in" in again.stdout
 
 
 def test_the_accuracy_of_validation_images_is_not_set_against_the_papers(tmp_path):

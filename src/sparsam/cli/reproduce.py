@@ -12,12 +12,13 @@ import typer
 
 from sparsam.cli.analysis import Device, find_device
 from sparsam.cli.options import Set, ShareStart, overrides
-from sparsam.cli.reproduce_folder import note, print_other_devices, show_folder, time_folder, write_page
+from sparsam.cli.reproduce_folder import note, print_other_devices, runs_in, show_folder, time_folder, write_page
 from sparsam.cli.table import print_table
 from sparsam.errors import UserRuntimeError, UserValueError
 
 if TYPE_CHECKING:
     from sparsam.reproduce.experiments import Experiment
+    from sparsam.runs.run import Run
     from sparsam.training.planned import PlannedRun
 
 
@@ -64,6 +65,10 @@ def reproduce(
     part: Annotated[
         str | None, typer.Option(metavar="K/N", help="Train only the K-th of N parts of the runs (array jobs).")
     ] = None,
+    known: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Runs in this folder are not trained again; tables have them too."),
+    ] = None,
     resume: Annotated[
         bool, typer.Option(help="Keep finished runs and go on with stopped ones; --no-resume refuses if there are any.")
     ] = True,
@@ -89,12 +94,12 @@ def reproduce(
     sparsam reproduce table1 --dry-run
     sparsam reproduce table1 --from results/
     sparsam reproduce table1 --from results/ --time-steps --set data.root=DATA
-    sparsam reproduce table1 --only cifar10- --seeds 3 --set data.root=DATA
+    sparsam reproduce table1 --only cifar10- --seeds 3 --known results/ --set data.root=DATA
     sparsam reproduce table9 --epochs 30 --engine ray --address auto
     ```
     """
     from sparsam.reproduce.experiments import chosen, find_experiments
-    from sparsam.reproduce.plan import part_of, plan_runs
+    from sparsam.reproduce.plan import part_of, plan_runs, without_known
     from sparsam.reproduce.times import measure_times
     from sparsam.runs.directory import RunDirectory
 
@@ -106,6 +111,8 @@ def reproduce(
         raise UserValueError("--address goes with --engine ray")
     if share_start and engine is not Engine.local:
         raise UserValueError("--share-start goes with --engine local: tasks of a cluster know nothing of each other")
+    if known is not None and (source is not None or list_rows):
+        raise UserValueError("--known says what need not be trained, but --from and --list train nothing")
     if markdown is not None and (source is None or changes):
         raise UserValueError(
             "--markdown goes with --from, without --epochs and --set: the page has the runs of all numbers of epochs"
@@ -124,6 +131,12 @@ def reproduce(
             show_folder(experiments, source, changes, output)
         return
     planned = part_of(plan_runs(experiments, seeds, output, changes), part)
+    elsewhere: list[Run] = []
+    if known is not None:
+        if any(experiment.shows is not None for experiment in experiments):
+            raise UserValueError("--known goes with tables: figures need the weights of all runs")
+        planned, elsewhere = without_known(planned, runs_in(known, "--known"))
+        rich.print(f"{len(elsewhere)} runs are in {known} already")
     if dry_run:
         _estimate(planned, device)
         return
@@ -133,7 +146,7 @@ def reproduce(
         finished = [run for run in planned if RunDirectory(run.path).finished]
         place = find_device(None if engine is Engine.ray else device)
         print_other_devices(measure_times(experiments, finished, changes, device=place, rounds=rounds))
-        _show(experiments, finished, changes, output, place, samples, points)
+        _show(experiments, finished, elsewhere, changes, output, place, samples, points)
     elif not failed:
         rich.print(f"Part {part} is trained. When all parts are, the same command without --part shows the tables.")
     if failed:
@@ -221,6 +234,7 @@ def _train(
 def _show(
     experiments: Sequence[Experiment],
     finished: Sequence[PlannedRun],
+    elsewhere: Sequence[Run],
     changes: list[str],
     output: Path,
     device: Any,
@@ -236,7 +250,7 @@ def _show(
     from sparsam.runs.files import replace_file
     from sparsam.runs.run import read_run
 
-    runs = [read_run(run.path) for run in finished]
+    runs = [*(read_run(run.path) for run in finished), *elsewhere]
     tables = {}
     for experiment in experiments:
         results = compare(experiment, runs, changes)
@@ -251,7 +265,7 @@ def _show(
             rich.print(f"\n[bold]{title}[/bold]")
             draw_figure(experiment, results, output, device, samples, points)
     if runs:
-        page = write_report([run.path for run in finished], output / "report.html", tables=tables)
+        page = write_report([run.directory for run in runs], output / "report.html", tables=tables)
         rich.print(f"Tables as Markdown and CSV beside the page: {page}")
 
 

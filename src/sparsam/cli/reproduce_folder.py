@@ -21,11 +21,12 @@ PAPER_NOTE = "Paper: the highest accuracy of all epochs. Ours: that of the last.
 FLOPS_NOTE = "FLOPs: by the paper's formula, which does not know that nothing before a cut is computed twice."
 
 
-def _runs_in(folder: Path) -> list[Run]:
+def runs_in(folder: Path, option: str = "--from") -> list[Run]:
+    """Read the finished runs in a folder that an option names."""
     from sparsam.reproduce.comparison import find_runs
 
     if not folder.is_dir():
-        raise UserValueError(f"--from must be a folder with runs, but {folder} is none")
+        raise UserValueError(f"{option} must be a folder with runs, but {folder} is none")
     return find_runs(folder)
 
 
@@ -37,7 +38,7 @@ def write_page(experiments: Sequence[Experiment], names: Sequence[str], folder: 
     tables = [experiment for experiment in experiments if experiment.shows is None]
     if not tables:
         raise UserValueError("--markdown writes tables, but only figures are named")
-    replace_file(file, results_page(tables, _runs_in(folder), names=names, folder=folder, file=file))
+    replace_file(file, results_page(tables, runs_in(folder), names=names, folder=folder, file=file))
     rich.print(f"The tables: {file}")
 
 
@@ -47,7 +48,7 @@ def show_folder(experiments: Sequence[Experiment], folder: Path, changes: list[s
     from sparsam.reproduce.comparison import compare, other_epochs
     from sparsam.reproduce.table import paper_table
 
-    runs = _runs_in(folder)
+    runs = runs_in(folder)
     for experiment in experiments:
         results = compare(experiment, runs, changes)
         print_table(experiment.heading(changes), paper_table(results), note(experiment))
@@ -65,7 +66,7 @@ def time_folder(experiments: Sequence[Experiment], folder: Path, changes: list[s
     """Measure the times that the runs in a folder lack, and write them into their summaries."""
     from sparsam.reproduce.times import measure_times, runs_to_time
 
-    planned = runs_to_time(experiments, _runs_in(folder), changes)
+    planned = runs_to_time(experiments, runs_in(folder), changes)
     with status(f"{len(planned)} runs: times"):
         others = measure_times(experiments, planned, changes, device=device, rounds=rounds)
     print_other_devices(others)
