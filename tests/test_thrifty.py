@@ -90,6 +90,13 @@ def test_late_cuts_only_where_there_is_nothing_else():
     assert choose(counts(a=(1.9, 0.05), head=(1.01, 0.04)), total_steps=100, budget=1.02).cut == "a"
 
 
+def test_the_least_budget_is_that_of_a_cut_that_would_be_chosen():
+    costs = counts(a=(1.9, 0.5), b=(1.4, 0.2), head=(1.01, 0.04))
+    with pytest.raises(ValueError, match=r"at least 1.08 to buy one of 5 steps from 'b' on, but is 1.07"):
+        choose(costs, total_steps=5, budget=1.07)
+    assert choose(costs, total_steps=5, budget=1.08).cut == "b"
+
+
 def test_of_two_alike_the_earlier_is_taken():
     assert choose(counts(a=(1.2, 0.5), b=(1.1, 0.5)), total_steps=100, budget=1.5).cut == "a"
 

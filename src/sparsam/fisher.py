@@ -33,7 +33,7 @@ from sparsam.passes import call_model, eval_mode, model_arguments
 
 METHODS = ("exact", "signs")
 SIGNS_CHUNK = 32  # larger chunks cost less and are noisier; docs/fisher.md has the figures
-MANY_SAMPLES = 2048  # of more than these, twice as many are in a chunk: with 32 chunks and more the noise is small
+MANY_CHUNKS = 64  # rather than more of them, chunks are larger: up to twice as large
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -61,8 +61,8 @@ def diagonal_fisher(
         targets: The same for the targets.
         method: "exact" or "signs", see the module's text.
         chunk_size: Samples handled at once. For "signs" at most this many share a backward pass (default:
-            32, and 64 of more than 2,048 samples). For "exact" None means one by one, which any module can do; a number
-            takes that many through `torch.func.vmap`, faster on a GPU, for modules that vmap can handle.
+            32, and up to 64 where there are more than 2,048). For "exact" None means one by one, which any module can
+            do; a number takes that many through `torch.func.vmap`, faster on a GPU, for modules that vmap can handle.
         generator: Where "signs" draws its signs from; torch's global generator if None.
     """
     check_choice("method", method, METHODS)
@@ -104,8 +104,12 @@ def diagonal_fisher(
 
 
 def signs_chunk(samples: int) -> int:
-    """Return how many of so many samples share a backward pass by default."""
-    return SIGNS_CHUNK if samples <= MANY_SAMPLES else 2 * SIGNS_CHUNK
+    """Return how many of so many samples share a backward pass by default.
+
+    >>> [signs_chunk(samples) for samples in (16, 2048, 3072, 4096, 50_000)]
+    [32, 32, 48, 64, 64]
+    """
+    return min(max(SIGNS_CHUNK, samples // MANY_CHUNKS), 2 * SIGNS_CHUNK)
 
 
 def _random_signs(count: int, generator: torch.Generator | None) -> Tensor:

@@ -10,9 +10,10 @@ Thrifty takes the cut with the largest
 
 .. math::  \text{weights after the cut} \cdot \big(1 - e^{-q / 0.12}\big)
 
-which is the part of SAM's gain that the search in docs/thrifty.md found there: the last 12 % of the steps bring 63 % of
-it, the last 30 % bring 92 %. Cuts that less than 5 % of the weights follow are left out. The costs are counted
-(:mod:`sparsam.replay.counting`), so the choice depends on the model, the shape of its batch and the budget alone.
+which estimates the gain, by the search in docs/thrifty.md: the last 12 % of the steps bring 63 % of what all steps
+would bring, the last 30 % bring 92 %. Cuts that less than 5 % of the weights follow are left out, if there are others.
+The costs are counted (:mod:`sparsam.replay.counting`), so the choice depends on nothing but the model, the shape of its
+batch, the budget and the number of steps.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from sparsam.schedules import LastSteps
 
 BUDGET = 1.15
 RHO = 0.2
-STEPS_SCALE = 0.12  # the last fraction q of the steps brings 1 - exp(-q / STEPS_SCALE) of SAM's gain
+STEPS_SCALE = 0.12  # the last fraction q of the steps brings 1 - exp(-q / STEPS_SCALE) of the gain
 FEW_WEIGHTS = 0.05  # a fraction of the weights: perturbing fewer gives a warning
 CHOSEN = ("mask", "ascent", "schedule")  # arguments of SAM that are not given here
 PASSED_ON = ("adaptive", "perturbation", "process_group")  # to SAM
@@ -186,17 +187,17 @@ def choose(
         )
     allowed = {c: cost for c, cost in costs.items() if cut in (None, c.name)}
     if fraction is None:
-        affordable = [c for c in allowed if bought(budget, allowed[c]) * total_steps + 1e-6 >= 1] or [*allowed]
-        worthy = [c for c in affordable if c.weights >= FEW_WEIGHTS] or affordable
-        chosen = max(worthy, key=lambda c: _gain(c.weights, bought(budget, allowed[c])))
-        steps = math.floor(bought(budget, allowed[chosen]) * total_steps + 1e-6)
-        if not steps:
-            least = 1 + (allowed[chosen] - 1) / total_steps
+        worthy = [c for c in allowed if c.weights >= FEW_WEIGHTS] or [*allowed]
+        steps = {c: math.floor(bought(budget, allowed[c]) * total_steps + 1e-6) for c in worthy}
+        if not any(steps.values()):
+            cheapest = min(worthy, key=lambda c: allowed[c])
+            least = 1 + (allowed[cheapest] - 1) / total_steps
             raise UserValueError(
-                f"budget must be at least {_rounded_up(least)} to buy one of {total_steps:,} steps from {chosen.name!r}"
-                f" on, but is {budget:g}"
+                f"budget must be at least {_rounded_up(least)} to buy one of {total_steps:,} steps from "
+                f"{cheapest.name!r} on, but is {budget:g}"
             )
-        fraction = steps / total_steps
+        chosen = max(worthy, key=lambda c: _gain(c.weights, steps[c] / total_steps))
+        fraction = steps[chosen] / total_steps
     else:
         affordable = [c for c, cost in allowed.items() if cut is not None or fraction <= bought(budget, cost)]
         if not affordable:
@@ -213,7 +214,7 @@ def choose(
 
 
 def _gain(weights: float, fraction: float) -> float:
-    """Return which part of SAM's gain comes from perturbing these fractions of the weights and of the steps."""
+    """Return which part of the gain comes from perturbing these fractions of the weights and of the steps."""
     return weights * (1 - math.exp(-fraction / STEPS_SCALE))
 
 

@@ -42,9 +42,15 @@ def test_notes_stand_beside_the_names_or_once_below():
     assert sum(line.startswith(" cifar10-resnet18-sgd (ours) ") for line in shown(120)) == 1
     assert shown(65)[-1] == " cifar10-resnet18-sgd, cifar10-resnet18-sam: ours"
     long = {**NAMES, "cifar10-resnet18-sam": "a note that is longer than the room beside its name would be"}
-    beneath = shown(118, long)
-    assert " ours" in beneath  # a line of its own
-    assert not any("(ours)" in line for line in beneath)
+    below = shown(120, long)
+    assert " cifar10-resnet18-sgd: ours" in below
+    assert f" cifar10-resnet18-sam: {long['cifar10-resnet18-sam']}" in below
+    assert not any("(ours)" in line for line in below)
+
+
+def test_a_broken_name_keeps_its_note():
+    name = "cifar100-resnet18-thrifty-layer2-fraction0.469-rho0.1-validation5000-epochs60-refresh_batchnorm100"
+    assert shown(120, {"cifar100-resnet18-sgd": "ours", name: "ours"})[-1].strip().endswith("ours")
 
 
 def test_a_table_without_rows():

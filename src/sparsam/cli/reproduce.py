@@ -304,7 +304,8 @@ def _estimate(planned: Sequence[PlannedRun], device: str | None) -> None:
     unit = "GPU-hours" if place.type == "cuda" else f"hours on {place}"
     hours, finished = sum(e.hours for e in found), len(planned) - len(waiting)
     done = f"; {finished} more are finished" if finished else ""
-    rich.print(f"{len(found)} runs, {hours:,.3g} {unit}, roughly: by a step measured on random images{done}")
+    total = f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
+    rich.print(f"{len(found)} runs, {total} {unit}, roughly: by a step measured on random images{done}")
     if any(run.recipe.schedule.fraction or run.recipe.mask.cut for run in waiting):
         rich.print(
             "SSAM-C and thrifty SAM take less, and so do runs that share their start: all count as SAM in every step."

@@ -29,13 +29,12 @@ def show_table(table: Table, console: Console) -> None:
     """Print the table: no column that is empty, and none that does not fit (the page has them all)."""
     columns = [i for i in range(len(table.columns)) if any(row[i].text != NONE for row in table.rows)]
     least = [_width(table, i) if i else min(_width(table, i), LONG_NAME) for i in range(len(table.columns))]
-    for name in (*LEAST_WANTED, *reversed(table.columns[2:])):
+    for heading in (*LEAST_WANTED, *reversed(table.columns[2:])):
         if sum(least[i] + 3 for i in columns) > console.width:
-            columns = [i for i in columns if table.columns[i] != name]
+            columns = [i for i in columns if table.columns[i] != heading]
     names = [row[0] for row in table.rows]
     room = console.width - 2 - sum(least[i] + 2 for i in columns if i)  # for names, if all else is tight
     beside = all(len(f"{name.text} ({name.note})") <= room for name in names if name.note)
-    notes = console.width >= NOTES
     longest = max(
         (len(f"{name.text} ({name.note})" if beside and name.note else name.text) for name in names), default=0
     )
@@ -50,15 +49,13 @@ def show_table(table: Table, console: Console) -> None:
             min_width=least[i],
             overflow="fold",
         )
-    for row in table.rows:
-        cells = [f"{c.text}\n[dim]{c.note}[/dim]" if notes and c.note else c.text for c in (row[i] for i in columns)]
-        if beside and row[0].note:
-            cells[0] = f"{row[0].text} [dim]({row[0].note})[/dim]"
-        elif len(row[0].text) > room:
-            cells[0] = "\n".join(_broken(row[0].text, room))
-        shown.add_row(*cells)
+    below = "\n[dim]{}[/dim]" if console.width >= NOTES else ""
+    for name, *others in ([row[i] for i in columns] for row in table.rows):
+        note = f" [dim]({name.note})[/dim]" if beside and name.note else ""
+        first = "\n".join(_broken(name.text, room)) if len(name.text) > room else name.text
+        shown.add_row(first + note, *(c.text + (below.format(c.note) if c.note else "") for c in others))
     console.print(shown)
-    if not beside and not notes:
+    if not beside:
         for note in dict.fromkeys(name.note for name in names if name.note):
             those = ", ".join(name.text for name in names if name.note == note)
             console.print(Padding(f"{those}: {note}", (0, 0, 0, 1)), style="dim")
