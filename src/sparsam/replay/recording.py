@@ -249,6 +249,8 @@ class Recorder:
 
 def plain_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Return what tells one call from another: arguments that are no tensors, by value or, failing that, by type."""
+    if not kwargs and all(type(value) is Tensor for value in args):  # as most calls are; the rest takes time
+        return ()
     values = [*enumerate(args), *sorted(kwargs.items())]
     return tuple(
         (key, leaf if isinstance(leaf, PLAIN) else type(leaf).__name__)
