@@ -107,11 +107,13 @@ def _take_turns(
 ) -> list[str]:
     """Train `at_once` runs side by side, a step each in turn, until none is left."""
     turns = deque[_Turns]()
-    stopped: list[Exception] = []
     failed: list[str] = []
+    errors: list[Exception] = []
+    stopped = False
 
     def stop() -> None:
-        stopped.append(Interrupted("stopped before the next run was begun"))
+        nonlocal stopped
+        stopped = True
         for turn in turns:
             turn.run.stop()
 
@@ -123,7 +125,7 @@ def _take_turns(
                 failed.append(str(named))
                 return
             named.__cause__, error = error, named
-        stopped.insert(0, error)
+        errors.append(error)
         stop()
 
     with stopping_on_signals(stop):
@@ -162,7 +164,8 @@ def _take_turns(
                 fail(run.recipe, error)
                 run = None
     if stopped:
-        raise stopped[0]
+        none = Interrupted("stopped before the next run was begun")
+        raise min(errors, key=lambda error: isinstance(error, Interrupted), default=none)  # why runs were stopped
     return failed
 
 
