@@ -217,6 +217,19 @@ def test_a_run_that_cannot_be_built_leaves_nothing(tmp_path, alone, rows):
     assert same(final_weights(tmp_path / "third-seed0"), final_weights(alone / "third-seed0"))
 
 
+def test_to_leave_a_start_the_first_run_does_not_save_itself(tmp_path, rows, monkeypatch):
+    saved, save = [], Trainer.save
+
+    def saving(self, path):
+        saved.append((self.recipe.name, self.steps_taken))
+        save(self, path)
+
+    monkeypatch.setattr(Trainer, "save", saving)
+    planned = plan(tmp_path, "third.toml", "digits-sgd", checkpoint_epochs="none")
+    train_runs(planned, device=CPU, share_start=True)
+    assert saved == [("digits-sgd", 24), ("third", 24)]
+
+
 def test_dying_while_a_start_is_left_leaves_no_epochs_behind(tmp_path, alone, rows, monkeypatch):
     def dies(self, recipe, environment):
         if "start" in environment:

@@ -101,7 +101,7 @@ def _write_start(directory: RunDirectory, recipe: Recipe, trainer: Trainer) -> N
     base = (trainer.sam.base_optimizer if trainer.sam else trainer.opt).state_dict()
     for group in base["param_groups"]:
         group["rho"] = recipe.sam.rho
-    save_checkpoint(directory.last, {**state, "optimizer": base, "base_steps": trainer.steps_taken, "shared": True})
+    save_checkpoint(directory.last, {**state, "optimizer": base, "base_steps": trainer.steps_taken, "untimed": True})
     if own.best.exists():
         shutil.copy(own.best, directory.best)
     no_mask = trainer.mask_statistics.epoch(two_passes=0)

@@ -174,7 +174,7 @@ class _Turns:
 
     def __init__(self, run: Trainer, device: torch.device, *, alone: bool, shared: bool) -> None:
         self.run, self.device, self.alone = run, device, alone
-        run.shared |= shared or not alone
+        run.untimed |= shared or not alone
         self._steps = run.steps()
         self._stream = None if alone else _stream(device)
         self._random: RngState = get_rng_state([device])
