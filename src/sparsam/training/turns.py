@@ -12,7 +12,6 @@ import torch
 from sparsam.errors import UserError, UserRuntimeError
 from sparsam.randomness import RngState, get_rng_state, set_rng_state
 from sparsam.runs.directory import RunDirectory
-from sparsam.runs.lock import Locked
 from sparsam.runs.recipe import Recipe
 from sparsam.runs.schema import RecipeError
 from sparsam.training.environment import measured_with
@@ -136,12 +135,10 @@ def _take_turns(
                 try:
                     run = trainer(planned)
                 except Exception as error:
-                    if isinstance(error, Locked):
-                        for other in start.waiting_for(planned.path):
-                            waiting.remove(other)
-                            fail(other.recipe, Locked(f"{planned.path}, with its first steps,"))
-                    start.release(planned.path, failed=True)
                     fail(planned.recipe, error)
+                    for other, reason in start.not_opened(planned, error):
+                        waiting.remove(other)
+                        fail(other.recipe, reason)
                     continue
                 if run is None:  # another process has finished it
                     start.release(planned.path)
