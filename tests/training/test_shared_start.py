@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import signal
 import subprocess
@@ -85,7 +86,8 @@ def test_runs_end_as_they_would_have_alone(tmp_path, alone, recipes, steps_of, a
     assert steps_of == {"digits-sgd": 24, **{name: 24 - FIRST.get(name, 0) for name in ROWS}}
     for name, first in FIRST.items():
         run = RunDirectory(tmp_path / f"{name}-seed0")
-        assert run.environment()["start"] == {"run": "digits-sgd-seed0", "steps": first}
+        own = RunDirectory(tmp_path / "digits-sgd-seed0").environment()
+        assert run.environment()["start"] == {"run": "digits-sgd-seed0", "steps": first, **own}
         assert run.summary()["seconds"] is None  # another run has taken some of its time
 
 
@@ -289,6 +291,27 @@ def test_no_run_goes_on_from_steps_that_are_not_base_steps(tmp_path, rows, steps
     planned = plan(tmp_path, "third.toml", "wider.toml")
     train_runs(planned, device=CPU, share_start=True)
     assert steps_of == {"third": 24, "wider": 24}
+
+
+def test_the_environment_tells_who_took_the_first_steps_with_what(tmp_path, rows, steps_of, monkeypatch):
+    planned, counting = plan(tmp_path, "third.toml", "digits-sgd"), Trainer._step
+
+    def stops(self, x, y):
+        if steps_of.get("digits-sgd") == 9:
+            signal.raise_signal(signal.SIGTERM)
+        return counting(self, x, y)
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(Trainer, "_step", stops)
+        train_runs(planned, device=CPU, share_start=True)
+    file = tmp_path / "digits-sgd-seed0" / "environment.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "git": "0123456789ab+", "torch": "2.0"}))
+    train_runs(planned, device=CPU, share_start=True)
+    environment = RunDirectory(tmp_path / "third-seed0").environment()
+    assert environment["torch"] == torch.__version__
+    start = environment["start"]
+    assert [start[key] for key in ("run", "steps", "git", "torch")] == ["digits-sgd-seed0", 16, "0123456789ab+", "2.0"]
+    assert [(entry["steps"], entry["torch"]) for entry in start["resumed"]] == [(10, torch.__version__)]
 
 
 def test_to_leave_a_start_the_first_run_does_not_save_itself(tmp_path, rows, monkeypatch):

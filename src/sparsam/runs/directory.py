@@ -1,7 +1,8 @@
 """A run's directory: what was asked for, what it ran on, what came out.
 
 recipe.json         the resolved recipe, every default written out
-environment.json    versions, hardware, git commit; `resumed` has an entry for each time the run went on
+environment.json    versions, hardware, git commit; `resumed` has an entry for each time the run went on, `start` says
+                    on what another run took its first steps (:mod:`sparsam.training.shared_start`)
 metrics.jsonl       one line for each finished epoch
 summary.json        the end result; absent while a run is unfinished
 checkpoints/        last.pt and best.pt

@@ -3,7 +3,7 @@
 With a `last-steps` schedule a run takes base steps first. Runs that differ in nothing that base steps depend on, such
 as those of a search for cut, fraction and rho, have the same weights until then. So one of them, the first, takes these
 steps for all. Where another one's own steps begin it leaves a checkpoint, from which that one goes on like any run that
-was stopped. In deterministic mode it ends as it would have ended alone, bit for bit.
+was stopped. In deterministic mode on a CPU it ends as it would have ended alone, bit for bit.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _write_start(directory: RunDirectory, recipe: Recipe, trainer: Trainer) -> N
         shutil.copy(own.best, directory.best)
     no_mask = trainer.mask_statistics.epoch(two_passes=0)
     directory.write_metrics([{**metrics, **no_mask} for metrics in own.metrics()])
-    start = {"run": own.path.name, "steps": trainer.steps_taken}
+    start = {"run": own.path.name, "steps": trainer.steps_taken, **own.environment()}
     directory.create(recipe, {**describe_environment(trainer.device), "start": start})
 
 
