@@ -149,6 +149,9 @@ def test_what_is_refused_before_anything_is_trained(tmp_path):
     late = write(tmp_path / "late.toml", 'extends = "digits-thrifty"\nmask.cut = "layr3"\n')
     with pytest.raises(RecipeError, match=r"^late: mask\.cut must be the name of a module, such as 'layer3'"):
         compare("digits-sgd", late)
+    never = write(tmp_path / "never.toml", 'extends = "digits-thrifty"\nschedule.fraction = 0.0\n')
+    with pytest.raises(RecipeError, match=r"^never: schedule\.fraction must be a number in \(0, 1\], but is 0\.0$"):
+        compare("digits-sgd", never)
     four = write(tmp_path / "four.toml", 'extends = "digits-sgd"\ntrain.threads = 4\n')
     with pytest.raises(RecipeError, match=r"^runs at once must agree in train\.threads"):
         compare("digits-sgd", four, at_once=2)
