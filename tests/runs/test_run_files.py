@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 
 import pytest
+import torch
 from report_runs import EPOCHS, make_run
 
 from sparsam.errors import UserError
+from sparsam.runs.checkpoint import save_checkpoint
 from sparsam.runs.directory import RunDirectory
 from sparsam.runs.files import RunError, read_text, replace_file
 from sparsam.runs.record import Record
@@ -36,6 +39,21 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path):
     with pytest.raises(ZeroDivisionError):
         replace_file(path, fails)
     assert path.read_text() == "old"
+
+
+@pytest.mark.parametrize("write", [replace_file, save_checkpoint], ids=["text", "checkpoint"])
+def test_a_full_disk_is_named_and_leaves_the_old_file(tmp_path, write):
+    path, limit = tmp_path / "file", resource.getrlimit(resource.RLIMIT_FSIZE)
+    path.write_text("old")
+    content = {replace_file: "x" * 1_000_000, save_checkpoint: {"model": torch.zeros(1_000_000)}}[write]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
+    try:
+        with pytest.raises(RunError, match=rf"^{path} cannot be written: .*File too large"):
+            write(path, content)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_what_cannot_be_read(tmp_path):

@@ -92,6 +92,45 @@ def test_an_error_names_the_recipe_and_the_seed(tmp_path, monkeypatch):
         compare_recipes(["digits-sgd"], seeds=2, output=tmp_path, device=CPU)
 
 
+@pytest.mark.parametrize("error", [RecipeError, ZeroDivisionError])
+def test_the_error_of_a_run_is_raised_after_the_others_are_saved(tmp_path, monkeypatch, error):
+    def fails(self, x, y):
+        if self.recipe.name == "digits-sam" and self.batch == 2:
+            raise error("something is wrong")
+        return torch.zeros(())
+
+    monkeypatch.setattr(Trainer, "_step", fails)
+    with pytest.raises(error, match="something is wrong"):
+        compare_recipes(["digits-sgd", "digits-sam"], 1, tmp_path, overrides=SHORT, device=CPU, at_once=2)
+    assert last_checkpoint(tmp_path / "digits-sgd-seed0")["batch"] in (3, 4)
+
+
+def test_an_error_while_runs_are_stopped_is_raised(tmp_path, monkeypatch):
+    """It comes before the word of another run that it has stopped."""
+
+    def saves(self, path):
+        if self.recipe.name == "digits-sgd":
+            raise OSError("no space left")
+
+    def stops(self, x, y):
+        if self.batch == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return torch.zeros(())
+
+    monkeypatch.setattr(Trainer, "_step", stops)
+    monkeypatch.setattr(Trainer, "save", saves)
+    for names in (["digits-sgd", "digits-sam"], ["digits-sam", "digits-sgd"]):
+        with pytest.raises(OSError, match="no space left"):
+            compare_recipes(names, 1, tmp_path / names[0], overrides=SHORT, device=CPU, at_once=2)
+
+
+def test_a_run_that_cannot_be_built_is_named_while_others_are_trained(tmp_path):
+    options = {"overrides": [*SHORT, "data.root=nowhere", "train.threads=1"], "device": CPU, "at_once": 2}
+    with pytest.raises(RecipeError, match=r"^cifar10-resnet18-sgd, seed 0: .*nowhere"):
+        compare_recipes(["digits-sgd", "cifar10-resnet18-sgd"], 1, tmp_path, **options)
+    assert last_checkpoint(tmp_path / "digits-sgd-seed0")["batch"] == 2
+
+
 def write(path, text):
     path.write_text(text)
     return path
@@ -110,6 +149,9 @@ def test_what_is_refused_before_anything_is_trained(tmp_path):
     late = write(tmp_path / "late.toml", 'extends = "digits-thrifty"\nmask.cut = "layr3"\n')
     with pytest.raises(RecipeError, match=r"^late: mask\.cut must be the name of a module, such as 'layer3'"):
         compare("digits-sgd", late)
+    never = write(tmp_path / "never.toml", 'extends = "digits-thrifty"\nschedule.fraction = 0.0\n')
+    with pytest.raises(RecipeError, match=r"^never: schedule\.fraction must be a number in \(0, 1\], but is 0\.0$"):
+        compare("digits-sgd", never)
     four = write(tmp_path / "four.toml", 'extends = "digits-sgd"\ntrain.threads = 4\n')
     with pytest.raises(RecipeError, match=r"^runs at once must agree in train\.threads"):
         compare("digits-sgd", four, at_once=2)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import json
 import os
 import signal
 import subprocess
@@ -10,14 +13,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from digits_runs import CPU, SHORT, equal, final_weights, numbers
 
 from cases import same
 from sparsam.runs.checkpoint import load_checkpoint
 from sparsam.runs.directory import RunDirectory
+from sparsam.runs.lock import Locked
 from sparsam.training import Interrupted, RecipeError, Trainer, load_recipe
 from sparsam.training.comparison import compare_recipes
+from sparsam.training.launch import open_run
 from sparsam.training.planned import PlannedRun
+from sparsam.training.progress import LogProgress
 from sparsam.training.shared_start import SharedStart
 from sparsam.training.turns import train_runs
 
@@ -79,7 +86,8 @@ def test_runs_end_as_they_would_have_alone(tmp_path, alone, recipes, steps_of, a
     assert steps_of == {"digits-sgd": 24, **{name: 24 - FIRST.get(name, 0) for name in ROWS}}
     for name, first in FIRST.items():
         run = RunDirectory(tmp_path / f"{name}-seed0")
-        assert run.read("environment.json").values["start"] == {"run": "digits-sgd-seed0", "steps": first}
+        own = RunDirectory(tmp_path / "digits-sgd-seed0").environment()
+        assert run.environment()["start"] == {"run": "digits-sgd-seed0", "steps": first, **own}
         assert run.summary()["seconds"] is None  # another run has taken some of its time
 
 
@@ -198,8 +206,9 @@ def test_no_run_is_trained_alone_while_another_process_takes_its_first_steps(tmp
     with another_process_trains(first):
         failed = train_runs(plan(tmp_path, "third.toml", "digits-sgd"), device=CPU, keep_going=True, share_start=True)
     assert failed == [
-        f"third, seed 0: {first}, with its first steps, is being trained by another process; wait for it or stop it",
         f"digits-sgd, seed 0: {first} is being trained by another process; wait for it or stop it",
+        f"third, seed 0: another run takes its first steps: {first} is being trained by another process; wait for it "
+        f"or stop it",
     ]
     assert steps_of == {}
 
@@ -215,6 +224,107 @@ def test_a_run_that_cannot_be_built_leaves_nothing(tmp_path, alone, rows):
         assert (tmp_path / "third-seed0").exists() == mended
         row.write_text(row.read_text().replace("layr3", "layer2"))
     assert same(final_weights(tmp_path / "third-seed0"), final_weights(alone / "third-seed0"))
+
+
+def test_what_a_user_put_into_the_folder_of_a_run_stays(tmp_path, rows):
+    row, notes = tmp_path / "third.toml", tmp_path / "third-seed0" / "notes" / "mine.txt"
+    row.write_text(row.read_text() + "mask.cut = 'layr3'\n")
+    notes.parent.mkdir(parents=True)
+    notes.write_text("mine")
+    assert train_runs(plan(tmp_path, "third.toml", "digits-sgd"), device=CPU, keep_going=True, share_start=True)
+    assert [path for path in (tmp_path / "third-seed0").rglob("*") if path.is_file()] == [notes]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, Locked])
+def test_an_error_that_passes_leaves_the_start(tmp_path, alone, rows, steps_of, monkeypatch, error):
+    def opens(recipe, *arguments, **options):
+        if recipe.name == "third":
+            raise error("this time")
+        return open_run(recipe, *arguments, **options)
+
+    planned = plan(tmp_path, "third.toml", "digits-sgd")
+    with monkeypatch.context() as patch, pytest.raises((torch.OutOfMemoryError, RecipeError), match="this time"):
+        patch.setattr("sparsam.training.turns.open_run", opens)
+        train_runs(planned, device=CPU, share_start=True)
+    train_runs(planned, device=CPU, share_start=True)
+    assert steps_of == {"digits-sgd": 24, "third": 8}
+    assert same(final_weights(tmp_path / "third-seed0"), final_weights(alone / "third-seed0"))
+
+
+def test_a_schedule_that_cannot_be_built_fails_in_its_own_turn(tmp_path, rows, steps_of):
+    row = tmp_path / "wider.toml"
+    row.write_text(row.read_text().replace("0.333", "0.0"))
+    planned = plan(tmp_path, "wider.toml", "third.toml", "digits-sgd")
+    failed = train_runs(planned, device=CPU, keep_going=True, share_start=True)
+    assert failed == ["wider, seed 0: schedule.fraction must be a number in (0, 1], but is 0.0"]
+    assert steps_of == {"digits-sgd": 24, "third": 8}
+    assert not list(tmp_path.rglob(".lock"))
+
+
+def test_trouble_in_the_folder_of_another_run_is_its_own(tmp_path, rows, steps_of):
+    planned, lines = plan(tmp_path, "third.toml", "wider.toml", "digits-sgd"), io.StringIO()
+    planned[0].path.write_text("a file")
+    failed = train_runs(
+        planned, device=CPU, keep_going=True, share_start=True, progress=lambda: LogProgress(lines, epochs=False)
+    )
+    (error,) = failed
+    assert error.startswith(f"third, seed 0: {planned[0].path} cannot be written: ")
+    assert steps_of == {"digits-sgd": 24, "wider": 8}
+    assert "third-seed0 has no shared start: " in lines.getvalue()
+
+
+def test_a_start_that_cannot_be_written_is_trained_by_its_own_run(tmp_path, alone, rows, steps_of, monkeypatch):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("sparsam.training.shared_start.save_checkpoint", full)
+    train_runs(plan(tmp_path, "third.toml", "digits-sgd"), device=CPU, share_start=True)
+    assert steps_of == {"digits-sgd": 24, "third": 24}
+    assert same(final_weights(tmp_path / "third-seed0"), final_weights(alone / "third-seed0"))
+
+
+def test_no_run_goes_on_from_steps_that_are_not_base_steps(tmp_path, rows, steps_of):
+    """Their fractions are too close to tell in 10,000 steps who takes more base steps."""
+    for name, fraction in (("third", 0.33334), ("wider", 0.33331)):  # 15 and 16 of 24 steps
+        row = tmp_path / f"{name}.toml"
+        row.write_text(row.read_text().replace("0.333", str(fraction)))
+    planned = plan(tmp_path, "third.toml", "wider.toml")
+    train_runs(planned, device=CPU, share_start=True)
+    assert steps_of == {"third": 24, "wider": 24}
+
+
+def test_the_environment_tells_who_took_the_first_steps_with_what(tmp_path, rows, steps_of, monkeypatch):
+    planned, counting = plan(tmp_path, "third.toml", "digits-sgd"), Trainer._step
+
+    def stops(self, x, y):
+        if steps_of.get("digits-sgd") == 9:
+            signal.raise_signal(signal.SIGTERM)
+        return counting(self, x, y)
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(Trainer, "_step", stops)
+        train_runs(planned, device=CPU, share_start=True)
+    file = tmp_path / "digits-sgd-seed0" / "environment.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "git": "0123456789ab+", "torch": "2.0"}))
+    train_runs(planned, device=CPU, share_start=True)
+    environment = RunDirectory(tmp_path / "third-seed0").environment()
+    assert environment["torch"] == torch.__version__
+    start = environment["start"]
+    assert [start[key] for key in ("run", "steps", "git", "torch")] == ["digits-sgd-seed0", 16, "0123456789ab+", "2.0"]
+    assert [(entry["steps"], entry["torch"]) for entry in start["resumed"]] == [(10, torch.__version__)]
+
+
+def test_to_leave_a_start_the_first_run_does_not_save_itself(tmp_path, rows, monkeypatch):
+    saved, save = [], Trainer.save
+
+    def saving(self, path):
+        saved.append((self.recipe.name, self.steps_taken))
+        save(self, path)
+
+    monkeypatch.setattr(Trainer, "save", saving)
+    planned = plan(tmp_path, "third.toml", "digits-sgd", checkpoint_epochs="none")
+    train_runs(planned, device=CPU, share_start=True)
+    assert saved == [("digits-sgd", 24), ("third", 24)]
 
 
 def test_dying_while_a_start_is_left_leaves_no_epochs_behind(tmp_path, alone, rows, monkeypatch):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -12,7 +12,16 @@ from sparsam.runs.files import RunError, replace_file
 
 def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
     """Write a checkpoint. After a crash at any moment there is either the old one or the new one."""
-    replace_file(path, lambda file: torch.save(content, file))
+
+    def write(file: IO[bytes]) -> None:
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # such as a full disk, which torch's own error does not name
+                raise error.__context__ from error
+            raise
+
+    replace_file(path, write)
 
 
 def check_checkpoint(path: Path) -> None:

@@ -1,7 +1,8 @@
 """A run's directory: what was asked for, what it ran on, what came out.
 
 recipe.json         the resolved recipe, every default written out
-environment.json    versions, hardware, git commit; `resumed` has an entry for each time the run went on
+environment.json    versions, hardware, git commit; `resumed` has an entry for each time the run went on, `start` says
+                    on what another run took its first steps (:mod:`sparsam.training.shared_start`)
 metrics.jsonl       one line for each finished epoch
 summary.json        the end result; absent while a run is unfinished
 checkpoints/        last.pt and best.pt
@@ -13,14 +14,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from sparsam.runs.files import RunError, read_text, replace_file
-from sparsam.runs.lock import NAME as LOCK
 from sparsam.runs.lock import Lock
 from sparsam.runs.recipe import Recipe, RecipeError, recipe_from
 from sparsam.runs.record import Record
@@ -63,23 +62,22 @@ class RunDirectory:
         self._write("recipe.json", recipe.to_dict())  # the last, because it makes this a run
 
     def clear(self) -> None:
-        """Delete what a process left here that died before it made this a run."""
-        for path in (self.last, self.best, self.path / "metrics.jsonl"):
+        """Delete what the start of a run writes here, and nothing else. An empty folder goes when it is unlocked."""
+        files = [self.path / name for name in ("recipe.json", "environment.json", "metrics.jsonl")]
+        for path in (*files, self.last, self.best):
             path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self.last.parent.rmdir()
 
-    def delete(self) -> None:
-        """Delete all of the run, which must be locked; the folder goes when it is unlocked."""
-        for path in self.path.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path.name != LOCK:
-                path.unlink()
+    def environment(self) -> dict[str, Any]:
+        """Return what the run ran on; nothing if it was not written."""
+        return self.read("environment.json").values if (self.path / "environment.json").is_file() else {}
 
     def note_resumed(self, steps: int, environment: dict[str, Any]) -> None:
         """Note that the run goes on after so many steps, when, and what is not as it was at the start."""
         if not (self.path / "environment.json").is_file():
             return  # the run goes on without
-        first = self.read("environment.json").values
+        first = self.environment()
         changed = {key: value for key, value in environment.items() if key == "started" or first.get(key) != value}
         resumed = [*first.get("resumed", []), {"steps": steps, **changed}]
         self._write("environment.json", {**first, "resumed": resumed})

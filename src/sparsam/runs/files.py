@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -34,14 +35,15 @@ def replace_file(path: Path, content: str | Callable[[IO[bytes]], object]) -> No
     unfinished = path.with_name(path.name + ".unfinished")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = unfinished.open("wb")
+        with unfinished.open("wb") as file:
+            if isinstance(content, str):
+                file.write(content.encode())
+            else:
+                content(file)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            unfinished.unlink()  # it may have filled the disk
         raise RunError(f"{path} cannot be written: {error}") from error
-    with file:
-        if isinstance(content, str):
-            file.write(content.encode())
-        else:
-            content(file)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)

@@ -17,6 +17,7 @@ from sparsam.runs.directory import RunDirectory
 from sparsam.runs.recipe import Recipe
 from sparsam.runs.schema import RecipeError
 from sparsam.settings import differences
+from sparsam.training.build import build_ascent, build_schedule
 
 OF_THE_PROCESS = ("deterministic", "threads")  # settings of `train` that hold for all runs of a process
 
@@ -39,6 +40,8 @@ def check_planned(planned: Sequence[PlannedRun], at_once: int = 1) -> None:
             )
     for recipe in {(recipe.model, recipe.mask): recipe for recipe, _ in planned}.values():
         _check_cut(recipe)
+    for recipe in {(recipe.schedule, recipe.ascent): recipe for recipe, _ in planned if recipe.sam.enabled}.values():
+        _check_policies(recipe)
     for key in OF_THE_PROCESS:
         if at_once > 1 and len({getattr(recipe.train, key) for recipe, _ in planned}) > 1:
             raise RecipeError(f"runs at once must agree in train.{key}, which holds for the whole process")
@@ -56,3 +59,12 @@ def _check_cut(recipe: Recipe) -> None:
             SuffixMask(model, recipe.mask.cut)
         except UserError as error:
             raise RecipeError(f"{recipe.name}: mask.{error}") from error
+
+
+def _check_policies(recipe: Recipe) -> None:
+    """Refuse a schedule or an ascent that cannot be built, however many steps a run has: only its data tell that."""
+    try:
+        build_schedule(recipe.schedule, total_steps=10**9)
+        build_ascent(recipe.ascent)
+    except UserError as error:
+        raise RecipeError(f"{recipe.name}: {error}") from error

@@ -82,7 +82,7 @@ class Trainer:
         self.peak_memory_mb: float | None = None  # of the epoch
         self.mask_statistics = MaskStatistics(self.model, [p for g in self.opt.param_groups for p in g["params"]])
         self.after_step: dict[int, list[Callable[[Trainer], None]]] = {}  # called after so many steps
-        self.shared = False  # whether its times are not its own: others had the device too, or took its first steps
+        self.untimed = False  # whether its times are not its own: others had the device too, or took its first steps
         self._stop = False
 
     # ------------------------------------------------------------------------------------------- the run
@@ -143,14 +143,16 @@ class Trainer:
             if self.step.eager_because:
                 self.progress.remark(f"no CUDA graph: {self.step.eager_because}")
             stop, callbacks = self.ranks.agree(self._stop), self.after_step.pop(self.steps_taken, [])
-            if stop or callbacks or (every and self.batch % every == 0):
+            due = every and self.batch % every == 0
+            if stop or callbacks or due:
                 self._synchronize()
                 self.seconds = time.perf_counter() - start
                 for callback in callbacks:
                     callback(self)
                 if stop:
                     self._save_and_stop()
-                self.save(self.directory.last)
+                if due:
+                    self.save(self.directory.last)
                 start = time.perf_counter() - self.seconds  # writing is not training
             yield
         self._synchronize()
@@ -163,7 +165,7 @@ class Trainer:
         loss = self.step(x, y)
         if self.sam is not None and reads_mask:
             coming = range(self.sam.steps, self.sam.steps + self._epoch_steps - self.batch - 1)
-            if not any(_two_passes([self._ascent(step)]) for step in coming):
+            if not any(map(self._takes_two_passes, coming)):
                 self.mask_statistics.measure(self.sam.masks())
         return loss
 
@@ -189,6 +191,10 @@ class Trainer:
 
     def _ascent(self, step: int) -> Ascent | None:
         return self.sam.schedule.ascent(step, self.sam.ascent) if self.sam else None
+
+    def _takes_two_passes(self, step: int) -> bool:
+        ascent = self._ascent(step)
+        return ascent is not None and ascent.passes == 2
 
     def _lr(self, batch: int) -> float:
         """Return the learning rate of a batch of this epoch: a line up, then a cosine to 0 at the end of the run."""
@@ -240,7 +246,7 @@ class Trainer:
             "elapsed": self.elapsed + self.seconds,
             "step_ms": 1000 * self.seconds / steps,
             "peak_memory_mb": self.peak_memory_mb,
-            **self._sam_metrics([self._ascent(step) for step in range(first, first + steps)]),
+            **self._sam_metrics(range(first, first + steps)),
             **self._fresh_metrics(),
         }
 
@@ -258,12 +264,13 @@ class Trainer:
             loss, accuracy, _ = self.evaluate()
         return {"fresh_test_loss": loss, "fresh_test_accuracy": accuracy}
 
-    def _sam_metrics(self, ascents: list[Ascent | None]) -> dict[str, Any]:
+    def _sam_metrics(self, steps: range) -> dict[str, Any]:
         """Return what concerns perturbed steps. The mask is measured once, so steps that perturb count it alike."""
         if self.sam is None:
             return dict.fromkeys(("rho", "perturbed", "mask_density", "mask_kept", "mask_kept_since_start"))
-        rho = float(self.sam.param_groups[0]["rho"]) if self.sam.ascent in ascents else None
-        return {"rho": rho, **self.mask_statistics.epoch(_two_passes(ascents))}
+        perturbs = any(self._ascent(step) is self.sam.ascent for step in steps)
+        rho = float(self.sam.param_groups[0]["rho"]) if perturbs else None
+        return {"rho": rho, **self.mask_statistics.epoch(statistics.fmean(map(self._takes_two_passes, steps)))}
 
     def _next_epoch(self, metrics: dict[str, Any]) -> None:
         self.elapsed = metrics["elapsed"]
@@ -282,12 +289,11 @@ class Trainer:
 
     def _summary(self) -> dict[str, Any]:
         epochs = self.directory.metrics()
-        perturbed = two_passes = None
+        perturbed, two_passes = None, statistics.fmean(map(self._takes_two_passes, range(self.total_steps)))
         if self.sam is not None:
             ends = [0, *(m["steps"] for m in epochs)]
             weights = [end - start for start, end in pairwise(ends)]
             perturbed = statistics.fmean((m["perturbed"] for m in epochs), weights)
-            two_passes = _two_passes([self._ascent(step) for step in range(self.total_steps)])
         return {
             "name": self.recipe.name,
             "method": self.recipe.method,
@@ -298,11 +304,11 @@ class Trainer:
             "best_accuracy": self.best["accuracy"],
             "best_epoch": self.best["epoch"],
             "evaluated_on": self.recipe.evaluated_on,
-            "step_ms": None if self.shared else step_time((m["step_ms"], m["perturbed"]) for m in epochs),
-            "seconds": None if self.shared else epochs[-1]["elapsed"],
-            "peak_memory_mb": None if self.shared else epochs[-1]["peak_memory_mb"],
+            "step_ms": None if self.untimed else step_time((m["step_ms"], m["perturbed"]) for m in epochs),
+            "seconds": None if self.untimed else epochs[-1]["elapsed"],
+            "peak_memory_mb": None if self.untimed else epochs[-1]["peak_memory_mb"],
             "perturbed": perturbed,
-            "theoretical_flops": 1.0 if perturbed is None else theoretical_flops(perturbed, two_passes or 0.0),
+            "theoretical_flops": 1.0 if perturbed is None else theoretical_flops(perturbed, two_passes),
             "extra": {FRESH: 100 * epochs[-1]["fresh_test_accuracy"]} if "fresh_test_accuracy" in epochs[-1] else {},
         }
 
@@ -329,7 +335,7 @@ class Trainer:
             "seconds": self.seconds,
             "elapsed": self.elapsed,
             "best": self.best,
-            "shared": self.shared,
+            "untimed": self.untimed,
             "mask_statistics": self.mask_statistics.state(),
         }
 
@@ -360,7 +366,7 @@ class Trainer:
         self.epoch, self.batch = saved["epoch"], saved["batch"]
         self.loss_sum.copy_(saved["loss_sum"])
         self.seconds, self.elapsed, self.best = saved["seconds"], saved["elapsed"], saved["best"]
-        self.shared |= saved.get("shared", False)
+        self.untimed |= saved.get("untimed", saved.get("shared", False))  # its former name
         self.mask_statistics.load(saved["mask_statistics"])
 
     def _synchronize(self) -> None:
@@ -384,11 +390,6 @@ def prepare_torch(recipe: Recipe, device: torch.device) -> None:
     torch.backends.cudnn.benchmark = not recipe.train.deterministic
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # streams, graphs and generators are those of the current device
-
-
-def _two_passes(ascents: list[Ascent | None]) -> float:
-    """Return the fraction of steps that take two passes."""
-    return sum(ascent is not None and ascent.passes == 2 for ascent in ascents) / len(ascents)
 
 
 def _as_built(own: Any, loaded: Any) -> Any:

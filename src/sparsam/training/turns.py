@@ -12,7 +12,6 @@ import torch
 from sparsam.errors import UserError, UserRuntimeError
 from sparsam.randomness import RngState, get_rng_state, set_rng_state
 from sparsam.runs.directory import RunDirectory
-from sparsam.runs.lock import Locked
 from sparsam.runs.recipe import Recipe
 from sparsam.runs.schema import RecipeError
 from sparsam.training.environment import measured_with
@@ -107,11 +106,13 @@ def _take_turns(
 ) -> list[str]:
     """Train `at_once` runs side by side, a step each in turn, until none is left."""
     turns = deque[_Turns]()
-    stopped: list[Exception] = []
     failed: list[str] = []
+    errors: list[Exception] = []
+    stopped = False
 
     def stop() -> None:
-        stopped.append(Interrupted("stopped before the next run was begun"))
+        nonlocal stopped
+        stopped = True
         for turn in turns:
             turn.run.stop()
 
@@ -123,7 +124,7 @@ def _take_turns(
                 failed.append(str(named))
                 return
             named.__cause__, error = error, named
-        stopped.insert(0, error)
+        errors.append(error)
         stop()
 
     with stopping_on_signals(stop):
@@ -134,12 +135,10 @@ def _take_turns(
                 try:
                     run = trainer(planned)
                 except Exception as error:
-                    if isinstance(error, Locked):
-                        for other in start.waiting_for(planned.path):
-                            waiting.remove(other)
-                            fail(other.recipe, Locked(f"{planned.path}, with its first steps,"))
-                    start.release(planned.path, failed=True)
                     fail(planned.recipe, error)
+                    for other, reason in start.not_opened(planned, error):
+                        waiting.remove(other)
+                        fail(other.recipe, reason)
                     continue
                 if run is None:  # another process has finished it
                     start.release(planned.path)
@@ -162,7 +161,8 @@ def _take_turns(
                 fail(run.recipe, error)
                 run = None
     if stopped:
-        raise stopped[0]
+        none = Interrupted("stopped before the next run was begun")
+        raise min(errors, key=lambda error: isinstance(error, Interrupted), default=none)  # why runs were stopped
     return failed
 
 
@@ -171,7 +171,7 @@ class _Turns:
 
     def __init__(self, run: Trainer, device: torch.device, *, alone: bool, shared: bool) -> None:
         self.run, self.device, self.alone = run, device, alone
-        run.shared |= shared or not alone
+        run.untimed |= shared or not alone
         self._steps = run.steps()
         self._stream = None if alone else _stream(device)
         self._random: RngState = get_rng_state([device])
