@@ -259,12 +259,30 @@ def test_a_step_that_is_tried_again_makes_the_same_mask_again():
     assert same(*masks)
 
 
+def test_a_plain_loop_is_told_in_its_first_step_that_later_ones_need_more():
+    t = task()
+    opt = sam(t.model, LastSteps(0.2, 10))
+
+    def step():
+        opt.zero_grad()
+        t.loss().backward()
+        opt.step()
+
+    with pytest.warns(UserWarning, match=r"step\(\) without closure is a step of the base optimizer alone.*LastSteps"):
+        step()
+    for _ in range(7):
+        step()  # once is enough
+    with pytest.raises(RuntimeError, match="SAM needs two gradients"):
+        step()
+
+
 @pytest.mark.parametrize("way", ["first_step", "perturbed", "step alone"])
 def test_in_a_base_step_w_stays_and_step_needs_no_closure(way):
     t, plain = task(dropout=0.3), task(dropout=0.3)
     opt, base = sam(t.model, LastSteps(0.2, 10)), torch.optim.SGD(plain.model.parameters(), **BASE)
     torch.manual_seed(5)
     for _ in range(3):
+        assert not opt.needs_second_pass
         opt.zero_grad()
         t.loss().backward()
         before = weights(t.model)

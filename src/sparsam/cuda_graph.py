@@ -64,7 +64,7 @@ class CapturedStep:
     def __call__(self) -> Tensor:
         """Take a step; return the loss, in a tensor that the next step may overwrite."""
         sam = self.opt if isinstance(self.opt, SAM) else None
-        ascent = sam._coming_ascent() if sam else None
+        ascent = sam._coming.ascent(sam.steps) if sam else None
         selection, trained = sam._perturber.graph_inputs(sam._params()) if sam else (None, None)
         inputs = sam and sam._reloads, trained
         if inputs != self._inputs:

@@ -29,7 +29,7 @@ STARTS = "a pass from 'body' is not equal to a whole one: "
 OTHER_LOSS = "its loss is another one"
 CHANGED_INPUT = "the input of 'body' was changed after the first pass"
 OTHER_VALUES = "what comes to 'body' has other values than in the first pass"
-OTHER_NUMBERS = "two whole passes differ. Something keeps a state between passes that is no buffer"
+OTHER_NUMBERS = "two whole passes differ. Does the closure take another batch in each call?"
 FILLED = "the input of 'body' is a list or dict, which the module may change"
 
 REPLAYED: dict[type[Pattern], list[int]] = {

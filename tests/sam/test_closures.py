@@ -359,3 +359,66 @@ def test_a_closure_that_fails_leaves_no_nan():
     with pytest.raises(ZeroDivisionError):
         opt.step(closure)
     assert all(p.grad is None or torch.isfinite(p.grad).all() for p in t.model.parameters())
+
+
+LATE = LastSteps(0.1, 50)  # base steps for a while
+
+
+def test_a_closure_that_leaves_clearing_to_the_loop_is_refused_in_a_base_step():
+    t = task()
+    opt = SAM(t.model.parameters(), torch.optim.SGD, schedule=LATE, lr=0.1)
+
+    def closure():
+        loss = t.loss()
+        loss.backward()
+        return loss
+
+    opt.zero_grad()
+    opt.step(closure)
+    opt.zero_grad()
+    before = [p.detach().clone() for p in t.model.parameters()]
+    with pytest.raises(UserRuntimeError, match=NOT_CLEARED):
+        opt.step(closure)
+    assert same(list(t.model.parameters()), before)
+    assert all(p.grad is None for p in t.model.parameters())
+    assert opt.steps == 1
+
+
+@pytest.mark.parametrize("how", ["by hand", "model", "optimizer"])
+def test_base_steps_of_closures_that_clear_are_those_of_the_base_optimizer(how):
+    """Also of a weight that is not used: it has no gradient, so weight decay does not move it."""
+    models = [nn.ModuleDict({"unused": nn.Linear(2, 2), "used": nn.Linear(3, 2)}) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    opt = SAM(models[0].parameters(), torch.optim.SGD, schedule=LATE, **settings)
+    plain = torch.optim.SGD(models[1].parameters(), **settings)
+    x = torch.randn(4, 3)
+    for _ in range(4):
+
+        def closure(model=models[0]):
+            if how == "by hand":
+                for p in model.parameters():
+                    if p.grad is not None:
+                        p.grad.zero_()
+            else:
+                (opt if how == "optimizer" else model).zero_grad()
+            loss = model["used"](x).square().sum()
+            loss.backward()
+            return loss
+
+        opt.step(closure)
+        for p in models[0].parameters():
+            p.grad = None  # as a loop does that clears after each step
+        plain.zero_grad()
+        models[1]["used"](x).square().sum().backward()
+        plain.step()
+        assert same(weights(models[0]), weights(models[1]))
+        assert models[0]["unused"].weight.grad is None
+
+
+def test_a_closure_without_backward_is_refused_in_a_base_step():
+    t = task()
+    opt = SAM(t.model.parameters(), torch.optim.SGD, schedule=LATE, lr=0.1)
+    with pytest.raises(UserRuntimeError, match=r"no parameter has a gradient: call backward\(\)"):
+        opt.step(t.loss)
+    assert opt.steps == 0

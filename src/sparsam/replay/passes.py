@@ -25,9 +25,10 @@ REMEDY = (
 
 
 NOT_REPEATABLE = (
-    "two whole passes differ. Something keeps a state between passes that is no buffer (a list, a counter), changes "
-    "its input or weights in place, draws random numbers by Python, NumPy or a generator of its own (use torch's "
-    "default), or adds to gradients that the closure does not clear"
+    "two whole passes differ. Does the closure take another batch in each call? Take it before step(closure). Or "
+    "something keeps a state between passes that is no buffer (a list, a counter), changes its input or weights in "
+    "place, draws random numbers by Python, NumPy or a generator of its own (use torch's default), or adds to "
+    "gradients that opt.zero_grad() does not clear, of weights that opt does not have"
 )
 
 

@@ -238,15 +238,19 @@ def _check_shared_storage(base: Optimizer) -> None:
 
 def check_gradients(params: Sequence[Tensor]) -> None:
     """Refuse to perturb without any gradient, or by a sparse one."""
-    layouts = [None if (grad := p.grad) is None else grad.layout for p in params]
-    if not any(layouts):
-        raise UserRuntimeError("no parameter has a gradient: call backward() before the weights are perturbed")
-    for i, layout in enumerate(layouts):
+    check_any_gradient(params)
+    for i, layout in enumerate([None if (grad := p.grad) is None else grad.layout for p in params]):
         if layout is not None and layout != torch.strided:
             raise UserRuntimeError(
                 f"gradients must be dense, but that of parameter {i} has the layout {layout}; build the "
                 f"embedding with sparse=False"
             )
+
+
+def check_any_gradient(params: Sequence[Tensor]) -> None:
+    """Refuse a step without any gradient."""
+    if all(p.grad is None for p in params):
+        raise UserRuntimeError("no parameter has a gradient: call backward() before the weights are perturbed")
 
 
 def check_state(

@@ -26,15 +26,16 @@ class ClosureCheck:
 
     A closure that calls the optimizer's `zero_grad`, or sets gradients to None, is seen to clear them. One that fills
     them with zeros itself is found out once: before a call, old gradients are filled with NaN, which none must contain
-    afterwards.
+    afterwards. If there are none, because they were cleared before the step, one is made up.
     """
 
     def __init__(self) -> None:
         self.cleared = False  # whether the optimizer's zero_grad was called
         self._proven: set[object] = set()  # the code of closures that have cleared old gradients
+        self._trained: Tensor | None = None  # a parameter that a closure has computed a gradient of
 
     def __getstate__(self) -> dict[str, object]:
-        return {"cleared": False, "_proven": set()}  # code cannot be copied
+        return {"cleared": False, "_proven": set(), "_trained": None}  # code cannot be copied
 
     @torch.no_grad()
     def call(self, closure: Callable[[], Any], params: Sequence[Tensor], used: UsedGradients | None = None) -> Any:
@@ -50,6 +51,10 @@ class ClosureCheck:
         checks = code not in self._proven and not accumulated
         needs_old = checks or accumulated  # elsewhere nothing must keep the memory of old gradients
         before = [(p, p.grad) for p in params if p.grad is not None] if needs_old else []
+        makes_up = checks and not before and any(p is self._trained for p in params)
+        if makes_up and (p := self._trained) is not None:
+            p.grad = torch.zeros_like(p)
+            before = [(p, p.grad)]
         dense = [(p, grad) for p, grad in before if grad.layout == torch.strided] if checks else []
         for _, grad in dense:
             grad.fill_(torch.nan)
@@ -70,4 +75,8 @@ class ClosureCheck:
                     p.grad = None
                 raise UserRuntimeError(NOT_CLEARED)
             self._proven.add(code)
+            if makes_up and left and not bool(left[0].any()):  # the closure has filled it with zeros, and not used it
+                before[0][0].grad = None
+        elif checks:
+            self._trained = next((p for p in params if p.grad is not None), None)
         return result

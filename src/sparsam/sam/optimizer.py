@@ -32,15 +32,16 @@ from sparsam.masks import DenseMask, Mask
 from sparsam.passes import Closure
 from sparsam.replay import passes_for
 from sparsam.sam.checks import (
+    check_any_gradient,
     check_arguments,
     check_base,
     check_groups,
-    check_listed,
     check_one_pass,
     check_options,
     check_state,
 )
 from sparsam.sam.closure import ClosureCheck
+from sparsam.sam.coming import Coming
 from sparsam.sam.perturber import Perturber
 from sparsam.sam.phase import Phase, UsedGradients
 from sparsam.sam.wrapper import Wrapper, eager
@@ -130,7 +131,7 @@ class SAM(Wrapper):
         self.steps = 0  # taken so far
         self._phase = Phase.IDLE
         self._repeats = False  # whether the pass at w + eps repeats one at w
-        self._coming: tuple[int, Ascent | None] = -1, None  # the latest step that the schedule was asked for
+        self._coming = Coming(self.schedule, self.ascent, ascents)
         self._used_gradients = UsedGradients()  # by the latest base step
         self._closure_check = ClosureCheck()
         self._reloads = 0  # how often what a step reads was replaced: a captured graph goes on reading the old
@@ -169,7 +170,7 @@ class SAM(Wrapper):
         Returns:
             What the first call of the closure returned: the loss at w, or, in a step of one pass, at w + eps.
         """
-        ascent = self._coming_ascent()
+        ascent = self._coming.ascent(self.steps)
         if closure is None:
             return None if self._phase is Phase.IDLE and self._is_a_trial() else self._end_pass(ascent)
         self._phase.refuse_inside_step("step(closure)")
@@ -206,16 +207,19 @@ class SAM(Wrapper):
         self._perturber.stay(params)
         self._phase = Phase.ONLY_PASS
         try:
-            return self._closure_check.call(closure, params, self._used_gradients)
+            loss = self._closure_check.call(closure, params, self._used_gradients)
         finally:
             self._phase = Phase.IDLE
             self._passes.drop_copies()
+        check_any_gradient(params)  # also where a base step could do without: later steps cannot
+        return loss
 
     def _end_pass(self, ascent: Ascent | None) -> None:
         """Go back to w and take the base step; refuse one that the coming step does not allow."""
         if self._phase is Phase.IDLE and ascent is None:
+            self._coming.warn_without_closure()
             self._ascend(None, repeats=False)
-        elif self._phase is Phase.IDLE and not self.needs_second_pass:
+        elif self._phase is Phase.IDLE and ascent is not None and ascent.passes == 1:
             raise UserRuntimeError(
                 f"step() without closure needs `with opt.perturbed():` around the backward pass in a step of {ascent!r}"
             )
@@ -236,7 +240,7 @@ class SAM(Wrapper):
             scale: What the loss was multiplied with, as by a GradScaler. An ascent that remembers gradients needs it;
                 the others do not.
         """
-        self._ascend(self._coming_ascent(), scale=scale)
+        self._ascend(self._coming.ascent(self.steps), scale=scale)
         if zero_grad:
             try:
                 self.zero_grad()
@@ -271,7 +275,7 @@ class SAM(Wrapper):
         Args:
             scale: See :meth:`first_step`.
         """
-        with self._perturbed(self._coming_ascent(), scale=scale):
+        with self._perturbed(self._coming.ascent(self.steps), scale=scale):
             yield
 
     @contextmanager
@@ -300,7 +304,8 @@ class SAM(Wrapper):
     @property
     def needs_second_pass(self) -> bool:
         """Whether the coming step needs a second gradient, at w + eps."""
-        return (ascent := self._coming_ascent()) is not None and ascent.passes == 2
+        self._coming.user_asks = True
+        return (ascent := self._coming.ascent(self.steps)) is not None and ascent.passes == 2
 
     def masks(self) -> list[Tensor]:
         """Return which weights the latest step perturbed: one bool tensor for each parameter, in the groups' order.
@@ -310,14 +315,6 @@ class SAM(Wrapper):
         if self._perturber.moved is None:
             raise UserRuntimeError("there is no mask before the first step: it is made in that step")
         return [m.clone() for m in expand(self._perturber.moved, self._params())]
-
-    def _coming_ascent(self) -> Ascent | None:
-        """Return the ascent of the coming step; the schedule is asked once a step."""
-        if self._coming[0] != self.steps:
-            ascent = self.schedule.ascent(self.steps, self.ascent)
-            check_listed(ascent, self.schedule, self._perturber.ascents)
-            self._coming = self.steps, ascent
-        return self._coming[1]
 
     def _start(self) -> None:
         self._phase = Phase.IDLE
@@ -334,7 +331,7 @@ class SAM(Wrapper):
         self._phase.refuse_inside_step("first_step() or perturbed()")
         params, rhos = self._params_and_rhos()
         if repeats is None:
-            repeats = self.needs_second_pass or self._used_gradients.any_new(params)
+            repeats = (ascent is not None and ascent.passes == 2) or self._used_gradients.any_new(params)
         self._perturber.perturb(ascent, params, rhos, self.base_optimizer, step=self.steps, scale=scale)
         self._phase, self._repeats = Phase.PERTURBED, repeats
         try:
