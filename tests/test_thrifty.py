@@ -92,7 +92,9 @@ def test_late_cuts_only_where_there_is_nothing_else():
 
 def test_the_least_budget_is_that_of_a_cut_that_would_be_chosen():
     costs = counts(a=(1.9, 0.5), b=(1.4, 0.2), head=(1.01, 0.04))
-    with pytest.raises(ValueError, match=r"at least 1.08 to buy one of 5 steps from 'b' on, but is 1.07"):
+    with pytest.raises(
+        ValueError, match=r"at least 1.08 to buy one of 5 steps from 'b' on, but is 1.07; it buys one of 6 "
+    ):
         choose(costs, total_steps=5, budget=1.07)
     assert choose(costs, total_steps=5, budget=1.08).cut == "b"
 
@@ -117,12 +119,14 @@ REFUSED = {
     "no step": (
         MADE_UP,
         {"budget": 1.0001},
-        "budget must be at least 1.002 to buy one of 100 steps from 'c' on, but is 1.0001",
+        "budget must be at least 1.002 to buy one of 100 steps from 'c' on, but is 1.0001; it buys one of 2,000"
+        " (total_steps counts optimizer steps, not epochs)",
     ),
     "no step from the cut": (
         MADE_UP,
         {"budget": 1.009, "cut": "a"},
-        "budget must be at least 1.01 to buy one of 100 steps from 'a' on, but is 1.009",
+        "budget must be at least 1.01 to buy one of 100 steps from 'a' on, but is 1.009; it buys one of 112"
+        " (total_steps counts optimizer steps, not epochs)",
     ),
     "a fraction that is too large": (
         MADE_UP,
@@ -131,6 +135,12 @@ REFUSED = {
     ),
     "no fraction": (MADE_UP, {"fraction": 0}, "fraction must be a number in (0, 1], but is 0"),
     "no steps": (MADE_UP, {"total_steps": 0}, "total_steps must be a whole number >= 1, but is 0"),
+    "a module": (
+        MADE_UP,
+        {"cut": nn.Linear(1, 1)},
+        "cut must be where the model can be cut, such as 'a', 'b', 'c', 'd', but is a Linear and no name; "
+        "find_cuts(model, closure) and `sparsam cuts` list all",
+    ),
     "another cut": (
         MADE_UP,
         {"cut": "e"},
@@ -262,7 +272,7 @@ def test_a_budget_in_percent_gives_a_warning():
 def test_few_weights_give_a_warning():
     with pytest.warns(
         UserWarning,
-        match=r"thrifty perturbs few weights: from 2 on, 3\.82 % of .*; a larger budget, or cut=, perturbs more",
+        match=r"thrifty perturbs few weights: from 2 on, 3\.82 % of .*; a larger budget, a smaller fraction, or cut=, perturbs more",
     ):
         thrifty(
             nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1), nn.Linear(1, 50)),
@@ -278,6 +288,29 @@ def test_params_must_hold_something_after_the_cut():
     for params in (model[0].parameters(), nn.Linear(2, 2).parameters()):
         with pytest.raises(ValueError, match=r"params must hold weights of the model from '3' on, .* but hold none"):
             thrifty(model, torch.optim.SGD, torch.ones(64, 16), total_steps=100, cut="3", params=params, lr=0.1)
+
+
+def test_weights_are_those_of_params():
+    """Of the last three layers, two follow the cut."""
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    given = {"total_steps": 100, "cut": "2", "fraction": 0.5, "lr": 0.1}
+    all_of_them = thrifty(model, torch.optim.SGD, torch.ones(64, 16), params=model.parameters(), **given)
+    assert all_of_them.choice.weights == 0.5
+    some = thrifty(model, torch.optim.SGD, torch.ones(64, 16), params=[*model[1:].parameters()], **given)
+    assert some.choice.weights == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        (torch.ones(2, 4), "base must be a class such as torch.optim.SGD, but is a Tensor"),
+        (nn.Linear(2, 2), "base must be a class such as torch.optim.SGD, but is a Linear"),
+        (torch.optim.SGD([torch.zeros(1)], lr=1), "base must be a class, but is an instance of SGD"),
+    ],
+)
+def test_a_base_that_is_no_class(base, message):
+    with pytest.raises(TypeError, match=message):
+        thrifty(nn.Linear(4, 2), base, torch.ones(2, 4), total_steps=10)
 
 
 def test_a_named_fraction_is_one_of_whole_steps():

@@ -35,7 +35,7 @@ from sparsam.masks import SuffixMask
 from sparsam.replay import CountedCut, Counts, count_costs
 from sparsam.replay.modules import parameters_before_by_order, unwrap
 from sparsam.sam import SAM
-from sparsam.sam.checks import check_names, option_names
+from sparsam.sam.checks import check_base_class, check_names, option_names
 from sparsam.schedules import LastSteps
 
 BUDGET = 1.15
@@ -125,6 +125,7 @@ def thrifty(
     from layer2 on, 93.4 % of the weights, in the last 23.4 % of 1,000 steps: 1.15 base steps
     """
     check_module("model", model, optional=False)
+    check_base_class("base", base)
     check_rho(rho)
     for name in CHOSEN:
         if name in base_arguments:
@@ -147,19 +148,30 @@ def thrifty(
         schedule=LastSteps(choice.fraction, total_steps),
         **base_arguments,
     )
+    if params is not None:
+        choice = choice._replace(weights=_share_after(choice, model, opt))
     opt.choice = choice
-    before = parameters_before_by_order(unwrap(model), choice.cut)
-    after = set(model.parameters()) - before
-    if not any(p in after for group in opt.param_groups for p in group["params"]):
-        raise UserValueError(
-            f"params must hold weights of the model from {choice.cut!r} on, where they are perturbed, but hold none"
-        )
     _log.info("thrifty: %s", choice)
     if choice.weights < FEW_WEIGHTS:
-        warn(f"thrifty perturbs few weights: {choice}; a larger budget, or cut=, perturbs more")
+        warn(f"thrifty perturbs few weights: {choice}; a larger budget, a smaller fraction, or cut=, perturbs more")
     if cut is None and fraction is None and budget > 2 * choice.cost:
         warn(f"budget is {budget:g}, far more than can be spent ({choice}); it is a factor, such as {BUDGET}")
     return opt
+
+
+def _share_after(choice: Choice, model: nn.Module, opt: SAM) -> float:
+    """Return which share of an optimizer's weights follow the cut, if it may not have all of the model's."""
+    held: list[Tensor] = [p for group in opt.param_groups for p in group["params"]]
+    if set(held) == {p for p in model.parameters() if p.requires_grad}:
+        return choice.weights
+    before = parameters_before_by_order(unwrap(model), choice.cut)
+    after = set(model.parameters()) - before
+    weights = sum(p.numel() for p in held if p in after)
+    if not weights:
+        raise UserValueError(
+            f"params must hold weights of the model from {choice.cut!r} on, where they are perturbed, but hold none"
+        )
+    return weights / sum(p.numel() for p in held)
 
 
 def choose(
@@ -181,8 +193,9 @@ def choose(
     names = [c.name for c in costs]
     if cut is not None and cut not in names:
         close = difflib.get_close_matches(str(cut), names, 3) or names[:8]
+        given = repr(cut) if isinstance(cut, str) else f"a {type(cut).__name__} and no name"
         raise UserValueError(
-            f"cut must be where the model can be cut, such as {', '.join(map(repr, close))}, but is {cut!r}; "
+            f"cut must be where the model can be cut, such as {', '.join(map(repr, close))}, but is {given}; "
             f"find_cuts(model, closure) and `sparsam cuts` list all"
         )
     allowed = {c: cost for c, cost in costs.items() if cut in (None, c.name)}
@@ -192,9 +205,11 @@ def choose(
         if not any(steps.values()):
             cheapest = min(worthy, key=lambda c: allowed[c])
             least = 1 + (allowed[cheapest] - 1) / total_steps
+            enough = math.ceil((allowed[cheapest] - 1) / (budget - 1) - 1e-6)
             raise UserValueError(
                 f"budget must be at least {_rounded_up(least)} to buy one of {total_steps:,} steps from "
-                f"{cheapest.name!r} on, but is {budget:g}"
+                f"{cheapest.name!r} on, but is {budget:g}; it buys one of {enough:,} (total_steps counts optimizer "
+                f"steps, not epochs)"
             )
         chosen = max(worthy, key=lambda c: _gain(c.weights, steps[c] / total_steps))
         fraction = steps[chosen] / total_steps

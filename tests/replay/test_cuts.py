@@ -244,3 +244,8 @@ def test_each_cut_has_a_measured_share_of_the_step(name):
     cuts = find(name, passes=1)
     assert [cut.name for cut in cuts] == list(FOUND[name])
     assert all(0 < cut.step <= 1 for cut in cuts)
+
+
+def test_what_runs_a_pass_must_be_a_function():
+    with pytest.raises(TypeError, match=r"run must be a function that computes the loss .*, but is a Tensor"):
+        find_cuts(torch.nn.Linear(2, 2), torch.ones(1, 2))

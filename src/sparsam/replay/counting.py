@@ -115,8 +115,10 @@ def count_costs(model: nn.Module, example_inputs: Any) -> Counts:
         except UserError:
             raise
         except Exception as error:
+            reason = str(error).partition("\n")[0]
             raise UserValueError(
-                f"example_inputs must be a batch as in training, but the model raised {type(error).__name__}: {error}"
+                f"example_inputs must be what the model is called with in training, without targets, but with a "
+                f"{type(example_inputs).__name__} it raised {type(error).__name__}: {reason}"
             ) from error
 
     with _same_everywhere(network):

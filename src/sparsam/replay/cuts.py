@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from sparsam.checks import check_module
+from sparsam.errors import UserTypeError
 from sparsam.passes import is_compiled, preserve_state
 from sparsam.replay.autograd_graph import leaf_of, node_of, reachable_nodes, tensors_in
 from sparsam.replay.calls import Call, intercepted
@@ -71,6 +72,10 @@ def find_cuts(
     [('0', 1.0), ('2', 0.3103448275862069)]
     """
     check_module("model", model, optional=False)
+    if not callable(run):
+        raise UserTypeError(
+            f"run must be a function that computes the loss and calls backward(), but is a {type(run).__name__}"
+        )
     with preserve_state(model):
         places = _cut_weights(unwrap(model), run)
     steps: dict[str, float] = {}

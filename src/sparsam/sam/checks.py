@@ -62,16 +62,22 @@ def check_arguments(params: Any, base_optimizer: Any, sam: type[Any], given: Ite
         sam: The class that is built.
         given: Names of arguments for the base optimizer.
     """
-    if isinstance(base_optimizer, Optimizer):
-        raise UserTypeError(
-            f"base_optimizer must be a class, but is an instance of {type(base_optimizer).__name__}; "
-            f"SAM.wrap(base_optimizer) takes an instance"
-        )
-    if not callable(base_optimizer):
-        raise UserTypeError(f"base_optimizer must be a class such as torch.optim.SGD, but is {base_optimizer!r}")
+    check_base_class("base_optimizer", base_optimizer)
     if isinstance(params, nn.Module):
         raise UserTypeError("params must be parameters or parameter groups, but is a module; pass model.parameters()")
     check_names("SAM", option_names(sam), base_optimizer, given)
+
+
+def check_base_class(name: str, base_optimizer: Any) -> None:
+    """Refuse what is not the class of an optimizer."""
+    if isinstance(base_optimizer, Optimizer):
+        raise UserTypeError(
+            f"{name} must be a class, but is an instance of {type(base_optimizer).__name__}; "
+            f"SAM.wrap(base_optimizer) takes an instance"
+        )
+    if not callable(base_optimizer) or isinstance(base_optimizer, nn.Module):
+        given = repr(base_optimizer) if isinstance(base_optimizer, str) else f"a {type(base_optimizer).__name__}"
+        raise UserTypeError(f"{name} must be a class such as torch.optim.SGD, but is {given}")
 
 
 def check_names(what: str, own: Sequence[str], base_optimizer: Any, given: Iterable[str]) -> None:

@@ -390,7 +390,9 @@ class SAM(Wrapper):
         return {"base": base, "adaptive": self.adaptive, **settings, **self._replicas.settings()}
 
     def __repr__(self) -> str:
-        return f"{super().__repr__()}\nmask: {self.mask!r}\nascent: {self.ascent!r}\nschedule: {self.schedule!r}"
+        base = f"base: {type(self.base_optimizer).__name__}, {self.steps:,} steps taken"
+        policies = f"mask: {self.mask!r}\nascent: {self.ascent!r}\nschedule: {self.schedule!r}"
+        return f"{super().__repr__()}\n{base}\n{policies}"
 
     def __getstate__(self) -> dict[str, Any]:
         self._phase.refuse_inside_step("copying or pickling")
