@@ -226,7 +226,7 @@ class SAM(Wrapper):
         elif self._phase in (Phase.IDLE, Phase.FIRST_PASS, Phase.ONLY_PASS):
             raise UserRuntimeError(
                 f"step() without closure ends a step that first_step() or perturbed() began, but the optimizer is "
-                f"{self._phase.value}: SAM needs two gradients. Pass a closure, which calls no step(), or first_step()"
+                f"{self._phase.value}: SAM needs two gradients. Pass a closure, or call first_step() before it"
             )
         self._leave(Phase.READY)
         self._base_step()
