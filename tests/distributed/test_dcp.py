@@ -181,6 +181,7 @@ def test_a_first_step_without_learning_rate_counts():
     model = network()
     opt = optimizer(model, "last-steps", schedule=LastSteps(0.5, 8), lr=0.0)
     closure(opt, model, *batch())()
+    assert not opt.needs_second_pass
     opt.step()
     assert opt.steps == 1
 
