@@ -6,7 +6,7 @@ import csv
 import json
 import re
 import shutil
-from statistics import fmean, stdev, variance
+from statistics import fmean, stdev
 
 import pytest
 from commands import ROOT, invoke
@@ -14,6 +14,7 @@ from digits_runs import numbers
 from killed_runs import start, wait_for
 from scipy import stats
 
+from sparsam.reproduce.comparison import Difference
 from sparsam.reproduce.experiments import find_experiments
 from sparsam.runs.directory import RunDirectory
 
@@ -45,6 +46,8 @@ rows = [{ recipe = "digits-sam" }]
 """
 NAMES = ("digits-sgd", "digits-ssam-f-samples16", "digits-sam")
 QUICK = ("--set", "train.deterministic=true", "--device", "cpu", "--rounds", 2)
+WHOLE = ("--epochs", 2, "--seeds", 2, "--samples", 128, "--points", 3, *QUICK)
+WIDE = 160  # columns, for all of table1
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +60,7 @@ def own(tmp_path_factory):
 @pytest.fixture(scope="module")
 def reproduced(own):
     output = own.parent / "runs"
-    done = invoke("reproduce", own, "--epochs", 2, "--seeds", 2, "--samples", 128, "--points", 3, "-o", output, *QUICK)
-    return output, done.stdout
+    return output, invoke("reproduce", own, *WHOLE, "-o", output, width=WIDE).stdout
 
 
 def accuracy(output, name, seeds=2):
@@ -77,7 +79,7 @@ def test_the_table_has_the_paper_ours_and_the_difference(reproduced):
     for row, name, paper in zip(rows, NAMES, ("90", "95.5", ""), strict=True):
         found, line = (
             accuracy(output, f"{name}-epochs2"),
-            next(line for line in text.splitlines() if f" {name} " in line),
+            next(line for line in text.splitlines() if line.startswith(f" {name} ")),
         )
         assert (row["row"], row["paper"], row["n"]) == (name, paper, "2")
         assert float(row["ours"]) == pytest.approx(fmean(found), abs=1e-4)
@@ -103,14 +105,28 @@ def test_rows_are_set_against_one_of_them_with_an_interval(reproduced):
     others = accuracy(output, "digits-sam-epochs2")
     for row, name in zip(rows[:2], NAMES, strict=False):
         ours = accuracy(output, f"{name}-epochs2")
-        value, a, b = fmean(ours) - fmean(others), variance(ours) / 2, variance(others) / 2
-        freedom = (a + b) ** 2 / (a**2 + b**2)  # Welch and Satterthwaite, for two samples of two
-        half = float(stats.t.ppf(0.975, freedom)) * (a + b) ** 0.5
+        value = fmean(ours) - fmean(others)
+        low, high = stats.ttest_ind(ours, others, equal_var=False).confidence_interval(0.95)
         found = [float(row[key]) for key in ("advantage", "advantage_low", "advantage_high")]
-        assert found == pytest.approx([value, value - half, value + half], rel=1e-4, abs=1e-4)
-        assert f"{value:+.2f}" in next(line for line in text.splitlines() if f" {name} " in line)
+        assert found == pytest.approx([value, low, high], rel=1e-4, abs=1e-4)
+        shown = f" {value:+.2f} ({low:+.2f} to {high:+.2f}) "
+        assert shown in next(line for line in text.splitlines() if f" {name} " in line)
     assert rows[2]["advantage"] == ""
-    assert "Minus" in text
+    assert "| Minus digits-sam (95 % interval) |" in (output / "table1-epochs2.md").read_text()
+
+
+@pytest.mark.filterwarnings("ignore:Precision loss")
+@pytest.mark.parametrize("others", [[0.9, 0.92, 0.97], [0.9, 0.9], [0.5, 0.75, 0.7, 0.9, 0.6]])
+def test_an_interval_is_that_of_scipy(others):
+    ours = [0.91, 0.95, 0.93, 0.99]
+    interval = stats.ttest_ind(ours, others, equal_var=False).confidence_interval(0.95)
+    assert Difference.of(ours, others).interval == pytest.approx([100 * bound for bound in interval])
+
+
+@pytest.mark.filterwarnings("error")
+def test_where_no_seed_differs_there_is_no_interval():
+    assert Difference.of([0.95, 0.95, 0.95], [0.9, 0.9]) == Difference(pytest.approx(5), None)
+    assert Difference.of([0.95, 0.95, 0.95], [0.9, 0.91]).interval is not None
 
 
 def test_what_a_table_is_set_against_need_not_be_chosen(own, reproduced):
@@ -131,7 +147,7 @@ def test_it_is_written_as_markdown_and_on_the_page(reproduced):
     assert [row[0] for row in rows] == ["digits-sgd", "digits-ssam-f-samples16", "digits-sam (ours)"]
     for row in rows:
         line = next(line for line in page.splitlines() if f"<span>{row[0].partition(' ')[0]}</span>" in line)
-        assert re.findall(r"<span>(.*?)</span>", line)[1:] == [cell.partition(" (")[0] for cell in row[1:]]
+        assert re.findall(r"<span>(.*?)</span>", line)[1:] == row[1:]
 
 
 def test_a_figure_is_measured_and_drawn(reproduced):
@@ -148,7 +164,7 @@ def test_a_figure_is_measured_and_drawn(reproduced):
 def test_again_trains_and_measures_nothing(own, reproduced):
     output, text = reproduced
     before = {file: file.stat().st_mtime_ns for file in output.rglob("*.json*")}
-    again = invoke("reproduce", own, "--epochs", 2, "--seeds", 2, "--samples", 128, "--points", 3, "-o", output, *QUICK)
+    again = invoke("reproduce", own, *WHOLE, "-o", output, width=WIDE)
     assert {file: file.stat().st_mtime_ns for file in output.rglob("*.json*")} == before
     assert "6 runs: 6 finished, 0 to go on with, 0 new" in again.stdout
     assert again.stdout.splitlines()[2:] == text.splitlines()[2:]
@@ -156,7 +172,7 @@ def test_again_trains_and_measures_nothing(own, reproduced):
 
 def test_from_a_folder_shows_the_same_table_and_trains_nothing(own, reproduced):
     output, text = reproduced
-    shown = invoke("reproduce", own, "--epochs", 2, "--from", output).stdout
+    shown = invoke("reproduce", own, "--epochs", 2, "--from", output, width=WIDE).stdout
     table = shown[shown.index("table1") : shown.index("figure1")].strip()
     assert table in text
     whole = invoke("reproduce", own, "--only", "sgd", "--from", output).stdout

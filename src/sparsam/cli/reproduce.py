@@ -255,7 +255,7 @@ def _show(
     for experiment in experiments:
         results = compare(experiment, runs, changes)
         title, name = experiment.heading(changes), experiment.name + experiment.rows[0].suffix(changes)
-        table = paper_table(results)
+        table = paper_table(experiment, results)
         replace_file(output / f"{name}.md", f"{title}\n\n{markdown(table)}\n")
         replace_file(output / f"{name}.csv", comma_separated(results))
         if experiment.shows is None:

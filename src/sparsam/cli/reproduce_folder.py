@@ -51,7 +51,7 @@ def show_folder(experiments: Sequence[Experiment], folder: Path, changes: list[s
     runs = runs_in(folder)
     for experiment in experiments:
         results = compare(experiment, runs, changes)
-        print_table(experiment.heading(changes), paper_table(results), note(experiment))
+        print_table(experiment.heading(changes), paper_table(experiment, results), note(experiment))
         if not any(result.method for result in results):
             rich.print(f"There is no run of {experiment.name} in {folder}.")
         elif experiment.shows is not None:

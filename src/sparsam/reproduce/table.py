@@ -8,20 +8,21 @@ from collections.abc import Sequence
 
 from sparsam.report.table import NONE, Cell, Table, spread, times
 from sparsam.reproduce.comparison import Result
+from sparsam.reproduce.experiments import Experiment
 
 FISHER_SECONDS = "Fisher information, s"  # the label of a run's further number
 
 
-def paper_table(results: Sequence[Result]) -> Table:
+def paper_table(experiment: Experiment, results: Sequence[Result]) -> Table:
     """Return one row for each result. Those that the paper lacks are marked, if it has any."""
     printed = any(result.row.paper is not None for result in results)
     timed = any(result.row.seconds is not None for result in results)
-    columns = ("Row", "Paper, %", "Ours, %", "n", "Difference", "FLOPs (theory)", "Time × SGD")
     fisher = ("Fisher, paper", "Fisher, ours") if timed else ()
-    other = next((result.other for result in results if result.other), None)
-    against = (f"Minus {other.name} (95 % interval)",) if other else ()
+    set_against = any(result.other for result in results)
+    against = (f"Minus {experiment.against.name} (95 % interval)",) if experiment.against and set_against else ()
+    columns = ("Row", "Paper, %", "Ours, %", "n", *against, "Difference", "FLOPs (theory)", "Time × SGD", *fisher)
     rows = (_row(result, printed=printed, timed=timed, against=bool(against)) for result in results)
-    return Table((*columns, *fisher, *against), tuple(rows))
+    return Table(columns, tuple(rows))
 
 
 def _row(result: Result, *, printed: bool, timed: bool, against: bool) -> tuple[Cell, ...]:
@@ -32,11 +33,11 @@ def _row(result: Result, *, printed: bool, timed: bool, against: bool) -> tuple[
         Cell(NONE if row.paper is None else f"{row.paper:.2f}"),
         Cell(spread(accuracy, 100, ".2f"), "; ".join(result.method.notes) if result.method else ""),
         Cell(str(accuracy.n) if accuracy else NONE),
+        *((_advantage(result),) if against else ()),
         Cell(NONE if result.difference is None else f"{result.difference:+.2f}"),
         Cell(times(result.flops)),
         Cell(times(result.time)),
         *(_fisher_times(result) if timed else ()),
-        *((_advantage(result),) if against else ()),
     )
 
 
@@ -46,12 +47,12 @@ def _fisher_times(result: Result) -> tuple[Cell, Cell]:
 
 
 def _advantage(result: Result) -> Cell:
-    """Return a difference with its interval; without one where a side has a single run."""
+    """Return a difference with its interval, if it has one."""
     found = result.advantage
     if found is None:
         return Cell(NONE)
-    low, high = found.interval or (None, None)
-    return Cell(f"{found.value:+.2f}", "" if low is None else f"{low:+.2f} to {high:+.2f}")
+    interval = " ({:+.2f} to {:+.2f})".format(*found.interval) if found.interval else ""
+    return Cell(f"{found.value:+.2f}{interval}")
 
 
 def comma_separated(results: Sequence[Result]) -> str:
