@@ -120,8 +120,9 @@ def test_gradients_of_a_run(run, tmp_path):
     assert invoke(*command[:2], "--redraw", "--output", tmp_path).stdout.split() == text.split()
 
 
-def test_masks_of_a_run(run, tmp_path):
-    invoke("masks", run, "--output", tmp_path)
+@pytest.mark.parametrize("folder", [False, True], ids=["run", "folder"])
+def test_masks_of_a_run(run, tmp_path, folder):
+    invoke("masks", run.parent if folder else run, "--output", tmp_path)
     svg = (tmp_path / "masks.svg").read_text()
     assert (tmp_path / "masks.png").stat().st_size > 10_000
     for text in ("digits-ssam-f-seed0", "the epoch before", "the first epoch", "layer2.0", "head.2"):

@@ -130,6 +130,15 @@ def test_report_of_some_runs(compared, tmp_path):
     assert (tmp_path / "page.html").stat().st_size > 10_000
 
 
+def test_a_folder_stands_for_the_runs_in_it(compared, tmp_path):
+    output, text = compared
+    page = tmp_path / "page.html"
+    done = invoke("report", output, "-o", page)
+    named = invoke("report", *(path for path in output.iterdir() if path.is_dir()), "-o", page)
+    assert done.stdout == named.stdout
+    assert all(f" {method} " in done.stdout for method in ("SGD", "SAM", "SSAM-F"))
+
+
 def test_a_narrow_terminal_gets_whole_words(compared):
     output, _ = compared
     text = invoke(

@@ -88,9 +88,9 @@ def test_the_table_has_the_paper_ours_and_the_difference(reproduced):
         if paper:
             assert float(row["difference"]) == pytest.approx(fmean(found) - float(paper), abs=1e-4)
             assert f" {fmean(found) - float(paper):+.2f} " in line
-        ratio = summary(output, f"{name}-epochs2")["step_ratio"]["median"]
-        assert float(row["time_ratio"]) == pytest.approx(ratio, abs=1e-4)
-        assert f" {ratio:.2f}× " in line
+        ratio = summary(output, f"{name}-epochs2")["step_ratio"]
+        assert float(row["time_ratio"]) == pytest.approx(ratio["median"], abs=1e-4)
+        assert f" {ratio['median']:.2f}× ± {(ratio['high'] - ratio['low']) / 2:.2f} " in line
     assert [float(row["flops"]) for row in rows] == pytest.approx([1, 1.647, 2], abs=1e-3)
     seconds = [summary(output, f"{NAMES[1]}-epochs2", seed)["extra"]["Fisher information, s"] for seed in (0, 1)]
     assert seconds[0] == seconds[1] > 0
@@ -140,11 +140,12 @@ def test_it_is_written_as_markdown_and_on_the_page(reproduced):
     title = "table1: Digits (scaled down: train.epochs 2 instead of 15)"
     text, page = (output / "table1-epochs2.md").read_text(), (output / "report.html").read_text()
     assert text.startswith(title)
+    assert "| Row | Reference, % | Ours, % | n |" in text
     assert title in page
     rows = [
         [cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| digits")
     ]
-    assert [row[0] for row in rows] == ["digits-sgd", "digits-ssam-f-samples16", "digits-sam (ours)"]
+    assert [row[0] for row in rows] == ["digits-sgd", "digits-ssam-f-samples16", "digits-sam"]
     for row in rows:
         line = next(line for line in page.splitlines() if f"<span>{row[0].partition(' ')[0]}</span>" in line)
         assert re.findall(r"<span>(.*?)</span>", line)[1:] == row[1:]
@@ -155,7 +156,7 @@ def test_a_figure_is_measured_and_drawn(reproduced):
     measured = json.loads((output / "digits-sam-epochs2-seed0" / "analysis" / "gradients.json").read_text())
     assert measured["samples"] == 128
     assert f"{100 * measured['below_zero']['']:.1f}" in text
-    assert "figure1: figure1 (scaled down" in text
+    assert "\nfigure1 (scaled down" in text
     for picture in ("figure1/gradients.png", "figure3/sparsity.png", "figure4/landscape.html"):
         assert (output / picture).is_file()
     assert "SAM" in (output / "figure2" / "resnet-small-on-digits.html").read_text()
@@ -176,8 +177,25 @@ def test_from_a_folder_shows_the_same_table_and_trains_nothing(own, reproduced):
     table = shown[shown.index("table1") : shown.index("figure1")].strip()
     assert table in text
     whole = invoke("reproduce", own, "--only", "sgd", "--from", output).stdout
-    assert "There are also runs of 2 epochs: --epochs 2 shows those of 2." in whole
-    assert "There is no run of table1 in" in whole
+    where = f"There is no run of table1 in {output}. There are runs of 2 epochs: use --epochs 2."
+    assert where in " ".join(whole.split())
+    assert "FLOPs: " in whole  # the reference has them
+    assert "Paper: " not in whole + shown
+
+
+def test_from_a_folder_says_which_epochs_there_are(own, reproduced, tmp_path):
+    output, _ = reproduced
+    for option in (("--epochs", 3), ("--set", "train.epochs=3")):
+        done = invoke("reproduce", own, "--only", "digits-sgd", "--from", output, *option, code=1)
+        assert not done.stdout
+        assert (
+            f"with train.epochs=3 there is no run of table1 in {output}. There are runs of 2 epochs: use --epochs 2."
+        ) in " ".join(done.stderr.split())
+    file = tmp_path / "own.toml"
+    file.write_text("[t]\nrows = [{ recipe = 'digits-sgd', set = ['train.epochs=2'] }]\n")
+    done = invoke("reproduce", file, "--from", output, "--epochs", 3, code=1)
+    assert "There are runs of 2 epochs: leave out --epochs." in " ".join(done.stderr.split())
+    assert "FLOPs: " not in invoke("reproduce", file, "--from", tmp_path).stdout
 
 
 def test_from_a_folder_draws_what_was_measured_without_the_weights(own, reproduced, tmp_path):
@@ -247,7 +265,7 @@ def test_a_dry_run_counts_steps_and_trains_nothing(own, reproduced, tmp_path):
         (("table1", "--markdown", "x.md"), "--markdown goes with --from"),
         (
             ("table1", "--from", "results", "--epochs", 9, "--markdown", "x.md"),
-            "--markdown goes with --from, without --epochs",
+            "--markdown writes all runs, however many epochs they have: leave out --epochs and --set",
         ),
         (
             ("figure1", "--from", "results", "--markdown", "x.md"),
@@ -259,7 +277,12 @@ def test_a_dry_run_counts_steps_and_trains_nothing(own, reproduced, tmp_path):
         (("table1", "--only", "sgd", "--engine", "ray", "--share-start"), "--share-start goes with --engine local"),
         (("table1", "--known", "nowhere"), "--known must be a folder with runs, but nowhere is none"),
         (("figure1", "--known", "results"), "--known goes with tables: figures need the weights of all runs"),
-        (("table1", "--from", "results", "--known", "results"), "--known says what need not be trained, but --from"),
+        (
+            ("table1", "--from", "results", "--seeds", 1, "--share-start", "--known", "results", "--no-resume"),
+            "--from shows runs and trains nothing, so leave out --seeds, --share-start, --known, --no-resume",
+        ),
+        (("--list", "--from", "results"), "--list shows all rows and trains nothing, so leave out --from"),
+        (("--list", "--epochs", 3, "-s", "a=1"), "--list shows all rows and trains nothing, so leave out --epochs, --set"),
     ],
 )
 def test_what_is_refused(arguments, message):
@@ -350,6 +373,10 @@ def test_the_accuracy_of_validation_images_is_not_set_against_the_papers(tmp_pat
     assert float(tests["difference"]) == pytest.approx(float(tests["ours"]) - 50, abs=1e-3)
     assert validation["difference"] == ""
     assert float(validation["ours"]) > 0
+    texts = [(tmp_path / f"t-{name}.md").read_text() for name in ("epochs1", "validation200-epochs1")]
+    assert [text.partition(" (")[0] for text in texts] == ["t", "t"]
+    assert ["| Ours, % |" in text for text in texts] == [True, False]
+    assert "| Ours (validation), % |" in texts[1]
 
 
 def test_a_folder_that_cannot_be_written_is_named(own):

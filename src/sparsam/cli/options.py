@@ -18,6 +18,15 @@ ShareStart = Annotated[
 ]
 
 
+def given_options(context: typer.Context) -> dict[str, str]:
+    """Return what was given on the command line: parameters, and the options as a user writes them."""
+    return {
+        param.name: max(param.secondary_opts if context.params[param.name] is False else param.opts, key=len)
+        for param in context.command.params
+        if param.name and getattr(context.get_parameter_source(param.name), "name", "") == "COMMANDLINE"
+    }
+
+
 def overrides(settings: list[str] | None, **values: object) -> list[str]:
     """Return all overrides as `key=value`, those of options of their own last.
 

@@ -8,11 +8,12 @@ from typing import Annotated
 import rich
 import typer
 
+from sparsam.cli.names import with_inner
 from sparsam.cli.table import show_table
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Directories of runs.")],
+    runs: Annotated[list[Path], typer.Argument(help="Directories of runs, or folders that hold them.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("runs/report.html"),
     figures: Annotated[
         Path | None,
@@ -34,7 +35,7 @@ def report(
     """
     from sparsam.report import write_report
 
-    runs = [run for run in runs if run.suffix != ".html"]  # pages beside the runs, where a shell's * finds them
+    runs = with_inner(run for run in runs if run.suffix != ".html")  # pages are where a shell's * finds runs
     show_runs(runs)
     rich.print(f"The page: {write_report(runs, output, figures)}")
 

@@ -11,8 +11,8 @@ import rich
 import typer
 
 from sparsam.cli.analysis import Device, find_device
-from sparsam.cli.options import Set, ShareStart, overrides
-from sparsam.cli.reproduce_folder import note, print_other_devices, runs_in, show_folder, time_folder, write_page
+from sparsam.cli.options import Set, ShareStart, given_options, overrides
+from sparsam.cli.reproduce_folder import NOTES, print_other_devices, runs_in, show_folder, time_folder, write_page
 from sparsam.cli.table import print_table
 from sparsam.errors import UserRuntimeError, UserValueError
 
@@ -29,7 +29,25 @@ class Engine(StrEnum):
     ray = "ray"
 
 
+OF_LIST = ("names", "list_rows", "only")  # what goes with --list
+OF_TRAINING = (  # what does not go with --from
+    "dry_run",
+    "seeds",
+    "engine",
+    "address",
+    "retries",
+    "at_once",
+    "share_start",
+    "part",
+    "known",
+    "resume",
+    "samples",
+    "points",
+)
+
+
 def reproduce(
+    context: typer.Context,
     names: Annotated[
         list[str] | None,
         typer.Argument(help="table1 ... table9, figure1 ... figure5, tables, figures, all; or files (*.toml)."),
@@ -111,14 +129,17 @@ def reproduce(
         raise UserValueError("--address goes with --engine ray")
     if share_start and engine is not Engine.local:
         raise UserValueError("--share-start goes with --engine local: tasks of a cluster know nothing of each other")
-    if known is not None and (source is not None or list_rows):
-        raise UserValueError("--known says what need not be trained, but --from and --list train nothing")
-    if markdown is not None and (source is None or changes):
-        raise UserValueError(
-            "--markdown goes with --from, without --epochs and --set: the page has the runs of all numbers of epochs"
-        )
     if timed:
         _check_timed(source, rounds, {"--list": list_rows, "--dry-run": dry_run, "--markdown": markdown is not None})
+    given = given_options(context)
+    if list_rows and (others := [option for name, option in given.items() if name not in OF_LIST]):
+        raise UserValueError(f"--list shows all rows and trains nothing, so leave out {', '.join(others)}")
+    if source is not None and (others := [option for name, option in given.items() if name in OF_TRAINING]):
+        raise UserValueError(f"--from shows runs and trains nothing, so leave out {', '.join(others)}")
+    if markdown is not None and source is None:
+        raise UserValueError("--markdown goes with --from")
+    if markdown is not None and changes:
+        raise UserValueError("--markdown writes all runs, however many epochs they have: leave out --epochs and --set")
     if list_rows:
         _list(experiments)
         return
@@ -260,7 +281,7 @@ def _show(
         replace_file(output / f"{name}.csv", comma_separated(results))
         if experiment.shows is None:
             tables[title] = table
-            print_table(title, table, note(experiment))
+            print_table(title, table, NOTES)
         else:
             rich.print(f"\n[bold]{title}[/bold]")
             draw_figure(experiment, results, output, device, samples, points)
@@ -271,6 +292,7 @@ def _show(
 
 def _list(experiments: Sequence[Experiment]) -> None:
     from sparsam.report.table import NONE, Cell, Table
+    from sparsam.reproduce.table import FLOPS, reference_heading
 
     for experiment in experiments:
         rows = tuple(
@@ -282,7 +304,7 @@ def _list(experiments: Sequence[Experiment]) -> None:
             )
             for row in experiment.rows
         )
-        columns = ("Row", "Paper, %", "FLOPs (theory)", "Fisher, paper")
+        columns = ("Row", reference_heading(experiment), FLOPS, "Fisher, paper")
         print_table(experiment.heading(), Table(columns, rows))
 
 

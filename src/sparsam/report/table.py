@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparsam.report.method import Method, Statistic
+from sparsam.runs.step_time import StepRatio
 
 NONE = "–"
 
@@ -33,7 +34,7 @@ def summary_table(methods: Sequence[Method]) -> Table:
         "Method",
         "Seeds",
         f"{accuracy_label(methods)}, %",
-        "Perturbed, %",
+        "Perturbed (mean of steps), %",
         "FLOPs (theory)",
         "Step time (measured)",
         "Peak memory, MB",
@@ -92,7 +93,7 @@ def _step_cell(method: Method) -> Cell:
     ratio, step = method.step_ratio, method.step_ms
     if ratio is None:
         return Cell(times(method.relative_step), _milliseconds(step) if step else "")
-    return Cell(f"{times(ratio.median)} ± {(ratio.high - ratio.low) / 2:.2f}", f"median of {ratio.rounds} rounds")
+    return Cell(step_ratio(ratio), f"median of {ratio.rounds} rounds")
 
 
 def _notes(method: Method, methods: Sequence[Method]) -> list[str]:
@@ -127,6 +128,15 @@ def _scaled(statistic: Statistic | None, scale: float, form: str) -> str:
 def times(ratio: float | None) -> str:
     """Return a ratio as people write it."""
     return NONE if ratio is None else f"{ratio:.2f}×"
+
+
+def step_ratio(ratio: StepRatio | None) -> str:
+    """Return the median of a step's ratios with half of the quartiles' range.
+
+    >>> step_ratio(StepRatio(1.83, 1.79, 1.85, 30))
+    '1.83× ± 0.03'
+    """
+    return NONE if ratio is None else f"{times(ratio.median)} ± {(ratio.high - ratio.low) / 2:.2f}"
 
 
 def _values(values: Sequence[float]) -> str:

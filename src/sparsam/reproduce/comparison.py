@@ -124,9 +124,10 @@ def compare(experiment: Experiment, runs: Sequence[Run], overrides: Iterable[str
     return [Result(row, recipe, methods.get(recipe.name), others.get(recipe.name)) for row, recipe in wanted]
 
 
-def other_epochs(experiment: Experiment, runs: Sequence[Run]) -> Iterator[int]:
-    """Yield the numbers of epochs, the largest first, of runs that are shorter or longer than the paper's."""
-    recipes = [row.recipe().to_dict() for row in experiment.rows]
+def other_epochs(experiment: Experiment, runs: Sequence[Run], overrides: Iterable[str] = ()) -> Iterator[int]:
+    """Yield the numbers of epochs, the largest first, of runs that differ from the rows in nothing else."""
+    overrides = list(overrides)
+    recipes = [row.recipe(overrides).to_dict() for row in experiment.rows]
     found = {
         epochs[1]
         for run in runs

@@ -48,7 +48,8 @@ def results_page(
 
 def _section(experiment: Experiment, runs: Sequence[Run], folder: Path) -> str:
     parts = [
-        f"## {experiment.name.capitalize().replace('Table', 'Table ')}: {experiment.title}",
+        f"## {experiment.name.capitalize().replace('Table', 'Table ')}"
+        + (f": {experiment.title}" if experiment.title else ""),
         *_tables(experiment, runs),
     ]
     note = folder / "notes" / f"{experiment.name}.md"
