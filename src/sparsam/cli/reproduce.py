@@ -54,7 +54,7 @@ def reproduce(
     ] = None,
     list_rows: Annotated[bool, typer.Option("--list", help="Show all rows, train nothing.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the runs, and the hours from a measured step; train nothing.")
+        bool, typer.Option("--dry-run", help="Show the runs, and their time by a measured step; train nothing.")
     ] = False,
     source: Annotated[
         Path | None, typer.Option("--from", metavar="FOLDER", help="Show the runs in a folder, train nothing.")
@@ -213,11 +213,16 @@ def _check(planned: Sequence[PlannedRun], at_once: int, *, resume: bool, share_s
         raise UserValueError(
             f"--no-resume starts anew, but there are runs already, such as {existing[0]}; choose another --output"
         )
-    stopped = len(existing) - finished
-    rich.print(f"{len(planned)} runs: {finished} finished, {stopped} to go on with, {len(planned) - len(existing)} new")
-    if share_start:
-        count = SharedStart([run for run in planned if not RunDirectory(run.path).finished]).count
-        rich.print(f"{count or 'None'} of them wait for another to take their first steps (--share-start)")
+    unfinished = [RunDirectory(path) for path in existing if not RunDirectory(path).finished]
+    started = sum(run.only_started for run in unfinished)
+    shared = f", {started} whose first steps another run has taken" if started else ""
+    rich.print(
+        f"{len(planned)} runs: {finished} finished, {len(unfinished) - started} to go on with{shared}, "
+        f"{len(planned) - len(existing)} new"
+    )
+    waiting = [run for run in planned if not RunDirectory(run.path).finished] if share_start else []
+    if count := SharedStart(waiting).count:
+        rich.print(f"{count} of them wait for another to take their first steps (--share-start)")
 
 
 def _train(
@@ -310,7 +315,7 @@ def _list(experiments: Sequence[Experiment]) -> None:
 
 def _estimate(planned: Sequence[PlannedRun], device: str | None) -> None:
     from sparsam.report.table import Cell, Table
-    from sparsam.reproduce.cost import estimate
+    from sparsam.reproduce.cost import estimate, roughly
     from sparsam.runs.directory import RunDirectory
 
     place = find_device(device)
@@ -318,16 +323,16 @@ def _estimate(planned: Sequence[PlannedRun], device: str | None) -> None:
     with rich.get_console().status("measuring a step of each network"):
         found = estimate(waiting, place)
     rows = tuple(
-        (Cell(e.run.path.name), Cell(f"{e.steps:,}"), Cell(f"{1000 * e.seconds:,.2f}"), Cell(f"{e.hours:,.3f}"))
+        (Cell(e.run.path.name), Cell(f"{e.steps:,}"), Cell(f"{1000 * e.seconds:,.2f}"), Cell(roughly(e.total)))
         for e in found
     )
     if rows:
-        print_table("Runs", Table(("Run", "Steps", "ms a step", "Hours"), rows))
-    unit = "GPU-hours" if place.type == "cuda" else f"hours on {place}"
-    hours, finished = sum(e.hours for e in found), len(planned) - len(waiting)
+        print_table("Runs", Table(("Run", "Steps", "ms a step", "Time"), rows))
+    finished = len(planned) - len(waiting)
     done = f"; {finished} more are finished" if finished else ""
-    total = f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
-    rich.print(f"{len(found)} runs, {total} {unit}, roughly: by a step measured on random images{done}")
+    total = roughly(sum(e.total for e in found))
+    where = "one GPU" if place.type == "cuda" else place
+    rich.print(f"{len(found)} runs, {total} on {where}, roughly: by a step measured on random images{done}")
     if any(run.recipe.schedule.fraction or run.recipe.mask.cut for run in waiting):
         rich.print(
             "SSAM-C and thrifty SAM take less, and so do runs that share their start: all count as SAM in every step."
