@@ -276,6 +276,7 @@ def test_compare_measures_what_is_missing(tmp_path):
     command = ["compare", "digits-sgd", *few, "--output", tmp_path, "--sharpness", 0.1]
     text = invoke(*command, "--device", "cpu").stdout
     assert "λ1" in text
+    assert "Loss rise: how much the training loss grows within ρ of the weights" in " ".join(text.split())
     file = tmp_path / "digits-sgd-seed0" / "analysis" / "sharpness.json"
     before = file.stat().st_mtime_ns
     invoke(*command, "--device", "cpu")

@@ -55,6 +55,9 @@ def test_compare_prints_the_runs_numbers(compared):
         assert f"{ratios[0]['median']:.2f}× ± {spread:.2f}" in line
     assert summaries(output, "digits-sgd")[0]["step_ratio"] == {"median": 1, "low": 1, "high": 1, "rounds": 3}
     assert str(output / "report.html") in text.replace("\n", "")
+    words = " ".join(text.split())
+    assert "±: the standard deviation over seeds. Step time: relative to the base optimizer, ± half of" in words
+    assert "Loss rise" not in words
 
 
 def test_compare_again_repeats_nothing(compared):

@@ -9,7 +9,7 @@ import rich
 import typer
 
 from sparsam.cli.names import with_inner
-from sparsam.cli.table import show_table
+from sparsam.cli.table import print_table
 
 
 def report(
@@ -41,7 +41,9 @@ def report(
 
 
 def show_runs(runs: list[Path]) -> None:
-    """Print the table of runs."""
+    """Print the table of runs, and how to read it."""
     from sparsam.report import collect, summary_table
+    from sparsam.report.table import column_notes
 
-    show_table(summary_table(collect(runs)), rich.get_console())
+    table = summary_table(collect(runs))
+    print_table("", table, column_notes(table))

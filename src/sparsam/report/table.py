@@ -9,6 +9,7 @@ from sparsam.report.method import Method, Statistic
 from sparsam.runs.step_time import StepRatio
 
 NONE = "–"
+STEP_TIME = "Step time (measured)"
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def summary_table(methods: Sequence[Method]) -> Table:
         f"{accuracy_label(methods)}, %",
         "Perturbed (mean of steps), %",
         "FLOPs (theory)",
-        "Step time (measured)",
+        STEP_TIME,
         "Peak memory, MB",
         "Training time",
         "Weight decay",
@@ -44,6 +45,20 @@ def summary_table(methods: Sequence[Method]) -> Table:
         *further,
     )
     return Table(columns, tuple(_row(method, methods, further) for method in methods))
+
+
+def column_notes(table: Table) -> dict[str, str]:
+    """Return what a reader of a summary table must know, by the heading that it is about."""
+    notes = {}
+    for i, heading in enumerate(table.columns):
+        varies = any(" ± " in row[i].text for row in table.rows)
+        if "ccuracy" in heading and varies:
+            notes[heading] = "±: the standard deviation over seeds."
+        elif heading == STEP_TIME and varies:
+            notes[heading] = "Step time: relative to the base optimizer, ± half of the range between the quartiles."
+        elif heading.startswith("Loss rise"):
+            notes[heading] = "Loss rise: how much the training loss grows within ρ of the weights, at worst; lower is flatter."
+    return notes
 
 
 def accuracy_label(methods: Sequence[Method]) -> str:
