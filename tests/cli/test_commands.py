@@ -134,7 +134,7 @@ def test_report_of_some_runs(compared, tmp_path):
 
 
 def test_a_folder_stands_for_the_runs_in_it(compared, tmp_path):
-    output, text = compared
+    output, _ = compared
     page = tmp_path / "page.html"
     done = invoke("report", output, "-o", page)
     named = invoke("report", *(path for path in output.iterdir() if path.is_dir()), "-o", page)

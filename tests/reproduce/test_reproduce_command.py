@@ -287,7 +287,10 @@ def test_a_dry_run_counts_steps_and_trains_nothing(own, reproduced, tmp_path):
             "--from shows runs and trains nothing, so leave out --seeds, --share-start, --known, --no-resume",
         ),
         (("--list", "--from", "results"), "--list shows all rows and trains nothing, so leave out --from"),
-        (("--list", "--epochs", 3, "-s", "a=1"), "--list shows all rows and trains nothing, so leave out --epochs, --set"),
+        (
+            ("--list", "--epochs", 3, "-s", "a=1"),
+            "--list shows all rows and trains nothing, so leave out --epochs, --set",
+        ),
     ],
 )
 def test_what_is_refused(arguments, message):

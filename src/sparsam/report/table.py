@@ -57,7 +57,7 @@ def column_notes(table: Table) -> dict[str, str]:
         elif heading == STEP_TIME and varies:
             notes[heading] = "Step time: relative to the base optimizer, ± half of the range between the quartiles."
         elif heading.startswith("Loss rise"):
-            notes[heading] = "Loss rise: how much the training loss grows within ρ of the weights, at worst; lower is flatter."
+            notes[heading] = "Loss rise: how much the training loss grows within ρ of the weights; lower is flatter."
     return notes
 
 
