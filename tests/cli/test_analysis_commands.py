@@ -148,8 +148,8 @@ def test_nothing_is_measured_if_a_later_run_is_missing(run, tmp_path):
     shutil.copytree(run, other)
     shutil.rmtree(other / "analysis", ignore_errors=True)
     for command in ("hessian", "gradients", "sharpness", "landscape"):
-        error = invoke(command, other, tmp_path, "--device", "cpu", code=1).stderr
-        assert f"{tmp_path} is not a run directory" in error
+        error = invoke(command, other, tmp_path / "none", "--device", "cpu", code=1).stderr
+        assert f"{tmp_path / 'none'} is not a run directory" in error
     assert not (other / "analysis").exists()
 
 

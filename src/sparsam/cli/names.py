@@ -24,8 +24,8 @@ def names_of(runs: Sequence[Path]) -> list[str]:
 
 
 def with_inner(runs: Iterable[Path]) -> list[Path]:
-    """Return runs, and in place of a folder that is no run the runs in it, if it has any."""
-    return [path for run in runs for path in _inner(run) or [run]]
+    """Return runs, each once, and in place of a folder that is no run the runs in it, if it has any."""
+    return list({path.resolve(): path for run in runs for path in _inner(run) or [run]}.values())
 
 
 def _inner(folder: Path) -> list[Path]:

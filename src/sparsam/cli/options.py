@@ -20,10 +20,11 @@ ShareStart = Annotated[
 
 def given_options(context: typer.Context) -> dict[str, str]:
     """Return what was given on the command line: parameters, and the options as a user writes them."""
+    known = {param.name: param for param in context.command.params}
     return {
-        param.name: max(param.secondary_opts if context.params[param.name] is False else param.opts, key=len)
-        for param in context.command.params
-        if param.name and getattr(context.get_parameter_source(param.name), "name", "") == "COMMANDLINE"
+        name: max(known[name].secondary_opts if value is False else known[name].opts, key=len)
+        for name, value in context.params.items()  # in the order of the command line
+        if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
     }
 
 
