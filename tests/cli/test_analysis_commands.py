@@ -120,8 +120,9 @@ def test_gradients_of_a_run(run, tmp_path):
     assert invoke(*command[:2], "--redraw", "--output", tmp_path).stdout.split() == text.split()
 
 
-def test_masks_of_a_run(run, tmp_path):
-    invoke("masks", run, "--output", tmp_path)
+@pytest.mark.parametrize("folder", [False, True], ids=["run", "folder"])
+def test_masks_of_a_run(run, tmp_path, folder):
+    invoke("masks", run.parent if folder else run, "--output", tmp_path)
     svg = (tmp_path / "masks.svg").read_text()
     assert (tmp_path / "masks.png").stat().st_size > 10_000
     for text in ("digits-ssam-f-seed0", "the epoch before", "the first epoch", "layer2.0", "head.2"):
@@ -147,8 +148,8 @@ def test_nothing_is_measured_if_a_later_run_is_missing(run, tmp_path):
     shutil.copytree(run, other)
     shutil.rmtree(other / "analysis", ignore_errors=True)
     for command in ("hessian", "gradients", "sharpness", "landscape"):
-        error = invoke(command, other, tmp_path, "--device", "cpu", code=1).stderr
-        assert f"{tmp_path} is not a run directory" in error
+        error = invoke(command, other, tmp_path / "none", "--device", "cpu", code=1).stderr
+        assert f"{tmp_path / 'none'} is not a run directory" in error
     assert not (other / "analysis").exists()
 
 
@@ -275,6 +276,7 @@ def test_compare_measures_what_is_missing(tmp_path):
     command = ["compare", "digits-sgd", *few, "--output", tmp_path, "--sharpness", 0.1]
     text = invoke(*command, "--device", "cpu").stdout
     assert "λ1" in text
+    assert "Loss rise: how much the training loss grows within ρ of the weights" in " ".join(text.split())
     file = tmp_path / "digits-sgd-seed0" / "analysis" / "sharpness.json"
     before = file.stat().st_mtime_ns
     invoke(*command, "--device", "cpu")

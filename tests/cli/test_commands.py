@@ -55,6 +55,9 @@ def test_compare_prints_the_runs_numbers(compared):
         assert f"{ratios[0]['median']:.2f}× ± {spread:.2f}" in line
     assert summaries(output, "digits-sgd")[0]["step_ratio"] == {"median": 1, "low": 1, "high": 1, "rounds": 3}
     assert str(output / "report.html") in text.replace("\n", "")
+    words = " ".join(text.split())
+    assert "±: the standard deviation over seeds. Step time: relative to the base optimizer, ± half of" in words
+    assert "Loss rise" not in words
 
 
 def test_compare_again_repeats_nothing(compared):
@@ -128,6 +131,15 @@ def test_report_of_some_runs(compared, tmp_path):
     assert "SGD" in done.stdout
     assert "SSAM" not in done.stdout
     assert (tmp_path / "page.html").stat().st_size > 10_000
+
+
+def test_a_folder_stands_for_the_runs_in_it(compared, tmp_path):
+    output, _ = compared
+    page = tmp_path / "page.html"
+    done = invoke("report", output, "-o", page)
+    named = invoke("report", *(path for path in output.iterdir() if path.is_dir()), "-o", page)
+    assert done.stdout == named.stdout
+    assert all(f" {method} " in done.stdout for method in ("SGD", "SAM", "SSAM-F"))
 
 
 def test_a_narrow_terminal_gets_whole_words(compared):

@@ -6,7 +6,7 @@ import csv
 import json
 import re
 import shutil
-from statistics import fmean, stdev, variance
+from statistics import fmean, stdev
 
 import pytest
 from commands import ROOT, invoke
@@ -14,8 +14,10 @@ from digits_runs import numbers
 from killed_runs import start, wait_for
 from scipy import stats
 
+from sparsam.reproduce.comparison import Difference
 from sparsam.reproduce.experiments import find_experiments
 from sparsam.runs.directory import RunDirectory
+from sparsam.training import turns
 
 OWN = """
 [table1]
@@ -45,6 +47,8 @@ rows = [{ recipe = "digits-sam" }]
 """
 NAMES = ("digits-sgd", "digits-ssam-f-samples16", "digits-sam")
 QUICK = ("--set", "train.deterministic=true", "--device", "cpu", "--rounds", 2)
+WHOLE = ("--epochs", 2, "--seeds", 2, "--samples", 128, "--points", 3, *QUICK)
+WIDE = 160  # columns, for all of table1
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +61,7 @@ def own(tmp_path_factory):
 @pytest.fixture(scope="module")
 def reproduced(own):
     output = own.parent / "runs"
-    done = invoke("reproduce", own, "--epochs", 2, "--seeds", 2, "--samples", 128, "--points", 3, "-o", output, *QUICK)
-    return output, done.stdout
+    return output, invoke("reproduce", own, *WHOLE, "-o", output, width=WIDE).stdout
 
 
 def accuracy(output, name, seeds=2):
@@ -77,7 +80,7 @@ def test_the_table_has_the_paper_ours_and_the_difference(reproduced):
     for row, name, paper in zip(rows, NAMES, ("90", "95.5", ""), strict=True):
         found, line = (
             accuracy(output, f"{name}-epochs2"),
-            next(line for line in text.splitlines() if f" {name} " in line),
+            next(line for line in text.splitlines() if line.startswith(f" {name} ")),
         )
         assert (row["row"], row["paper"], row["n"]) == (name, paper, "2")
         assert float(row["ours"]) == pytest.approx(fmean(found), abs=1e-4)
@@ -86,9 +89,9 @@ def test_the_table_has_the_paper_ours_and_the_difference(reproduced):
         if paper:
             assert float(row["difference"]) == pytest.approx(fmean(found) - float(paper), abs=1e-4)
             assert f" {fmean(found) - float(paper):+.2f} " in line
-        ratio = summary(output, f"{name}-epochs2")["step_ratio"]["median"]
-        assert float(row["time_ratio"]) == pytest.approx(ratio, abs=1e-4)
-        assert f" {ratio:.2f}× " in line
+        ratio = summary(output, f"{name}-epochs2")["step_ratio"]
+        assert float(row["time_ratio"]) == pytest.approx(ratio["median"], abs=1e-4)
+        assert f" {ratio['median']:.2f}× ± {(ratio['high'] - ratio['low']) / 2:.2f} " in line
     assert [float(row["flops"]) for row in rows] == pytest.approx([1, 1.647, 2], abs=1e-3)
     seconds = [summary(output, f"{NAMES[1]}-epochs2", seed)["extra"]["Fisher information, s"] for seed in (0, 1)]
     assert seconds[0] == seconds[1] > 0
@@ -103,14 +106,28 @@ def test_rows_are_set_against_one_of_them_with_an_interval(reproduced):
     others = accuracy(output, "digits-sam-epochs2")
     for row, name in zip(rows[:2], NAMES, strict=False):
         ours = accuracy(output, f"{name}-epochs2")
-        value, a, b = fmean(ours) - fmean(others), variance(ours) / 2, variance(others) / 2
-        freedom = (a + b) ** 2 / (a**2 + b**2)  # Welch and Satterthwaite, for two samples of two
-        half = float(stats.t.ppf(0.975, freedom)) * (a + b) ** 0.5
+        value = fmean(ours) - fmean(others)
+        low, high = stats.ttest_ind(ours, others, equal_var=False).confidence_interval(0.95)
         found = [float(row[key]) for key in ("advantage", "advantage_low", "advantage_high")]
-        assert found == pytest.approx([value, value - half, value + half], rel=1e-4, abs=1e-4)
-        assert f"{value:+.2f}" in next(line for line in text.splitlines() if f" {name} " in line)
+        assert found == pytest.approx([value, low, high], rel=1e-4, abs=1e-4)
+        shown = f" {value:+.2f} ({low:+.2f} to {high:+.2f}) "
+        assert shown in next(line for line in text.splitlines() if f" {name} " in line)
     assert rows[2]["advantage"] == ""
-    assert "Minus" in text
+    assert "| Minus digits-sam (95 % interval) |" in (output / "table1-epochs2.md").read_text()
+
+
+@pytest.mark.filterwarnings("ignore:Precision loss")
+@pytest.mark.parametrize("others", [[0.9, 0.92, 0.97], [0.9, 0.9], [0.5, 0.75, 0.7, 0.9, 0.6]])
+def test_an_interval_is_that_of_scipy(others):
+    ours = [0.91, 0.95, 0.93, 0.99]
+    interval = stats.ttest_ind(ours, others, equal_var=False).confidence_interval(0.95)
+    assert Difference.of(ours, others).interval == pytest.approx([100 * bound for bound in interval])
+
+
+@pytest.mark.filterwarnings("error")
+def test_where_no_seed_differs_there_is_no_interval():
+    assert Difference.of([0.95, 0.95, 0.95], [0.9, 0.9]) == Difference(pytest.approx(5), None)
+    assert Difference.of([0.95, 0.95, 0.95], [0.9, 0.91]).interval is not None
 
 
 def test_what_a_table_is_set_against_need_not_be_chosen(own, reproduced):
@@ -124,14 +141,15 @@ def test_it_is_written_as_markdown_and_on_the_page(reproduced):
     title = "table1: Digits (scaled down: train.epochs 2 instead of 15)"
     text, page = (output / "table1-epochs2.md").read_text(), (output / "report.html").read_text()
     assert text.startswith(title)
+    assert "| Row | Reference, % | Ours, % | n |" in text
     assert title in page
     rows = [
         [cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| digits")
     ]
-    assert [row[0] for row in rows] == ["digits-sgd", "digits-ssam-f-samples16", "digits-sam (ours)"]
+    assert [row[0] for row in rows] == ["digits-sgd", "digits-ssam-f-samples16", "digits-sam"]
     for row in rows:
         line = next(line for line in page.splitlines() if f"<span>{row[0].partition(' ')[0]}</span>" in line)
-        assert re.findall(r"<span>(.*?)</span>", line)[1:] == [cell.partition(" (")[0] for cell in row[1:]]
+        assert re.findall(r"<span>(.*?)</span>", line)[1:] == row[1:]
 
 
 def test_a_figure_is_measured_and_drawn(reproduced):
@@ -139,7 +157,7 @@ def test_a_figure_is_measured_and_drawn(reproduced):
     measured = json.loads((output / "digits-sam-epochs2-seed0" / "analysis" / "gradients.json").read_text())
     assert measured["samples"] == 128
     assert f"{100 * measured['below_zero']['']:.1f}" in text
-    assert "figure1: figure1 (scaled down" in text
+    assert "\nfigure1 (scaled down" in text
     for picture in ("figure1/gradients.png", "figure3/sparsity.png", "figure4/landscape.html"):
         assert (output / picture).is_file()
     assert "SAM" in (output / "figure2" / "resnet-small-on-digits.html").read_text()
@@ -148,7 +166,7 @@ def test_a_figure_is_measured_and_drawn(reproduced):
 def test_again_trains_and_measures_nothing(own, reproduced):
     output, text = reproduced
     before = {file: file.stat().st_mtime_ns for file in output.rglob("*.json*")}
-    again = invoke("reproduce", own, "--epochs", 2, "--seeds", 2, "--samples", 128, "--points", 3, "-o", output, *QUICK)
+    again = invoke("reproduce", own, *WHOLE, "-o", output, width=WIDE)
     assert {file: file.stat().st_mtime_ns for file in output.rglob("*.json*")} == before
     assert "6 runs: 6 finished, 0 to go on with, 0 new" in again.stdout
     assert again.stdout.splitlines()[2:] == text.splitlines()[2:]
@@ -156,12 +174,29 @@ def test_again_trains_and_measures_nothing(own, reproduced):
 
 def test_from_a_folder_shows_the_same_table_and_trains_nothing(own, reproduced):
     output, text = reproduced
-    shown = invoke("reproduce", own, "--epochs", 2, "--from", output).stdout
+    shown = invoke("reproduce", own, "--epochs", 2, "--from", output, width=WIDE).stdout
     table = shown[shown.index("table1") : shown.index("figure1")].strip()
     assert table in text
     whole = invoke("reproduce", own, "--only", "sgd", "--from", output).stdout
-    assert "There are also runs of 2 epochs: --epochs 2 shows those of 2." in whole
-    assert "There is no run of table1 in" in whole
+    where = f"There is no run of table1 in {output}. There are runs of 2 epochs: use --epochs 2."
+    assert where in " ".join(whole.split())
+    assert "FLOPs: " in whole  # the reference has them
+    assert "Paper: " not in whole + shown
+
+
+def test_from_a_folder_says_which_epochs_there_are(own, reproduced, tmp_path):
+    output, _ = reproduced
+    for option in (("--epochs", 3), ("--set", "train.epochs=3")):
+        done = invoke("reproduce", own, "--only", "digits-sgd", "--from", output, *option, code=1)
+        assert not done.stdout
+        assert (
+            f"with train.epochs=3 there is no run of table1 in {output}. There are runs of 2 epochs: use --epochs 2."
+        ) in " ".join(done.stderr.split())
+    file = tmp_path / "own.toml"
+    file.write_text("[t]\nrows = [{ recipe = 'digits-sgd', set = ['train.epochs=2'] }]\n")
+    done = invoke("reproduce", file, "--from", output, "--epochs", 3, code=1)
+    assert "There are runs of 2 epochs: leave out --epochs." in " ".join(done.stderr.split())
+    assert "FLOPs: " not in invoke("reproduce", file, "--from", tmp_path).stdout
 
 
 def test_from_a_folder_draws_what_was_measured_without_the_weights(own, reproduced, tmp_path):
@@ -207,6 +242,10 @@ def test_the_list_has_every_row():
     assert words.count("110.65") == 1
 
 
+def seconds(number, unit):
+    return float(number) * {"s": 1, "min": 60, "h": 3600}[unit]
+
+
 def test_a_dry_run_counts_steps_and_trains_nothing(own, reproduced, tmp_path):
     epochs = ("--epochs", 2, "--set", "data.batch_size=1")  # enough steps for the hours to be seen
     text = invoke("reproduce", own, *epochs, "--dry-run", "-o", tmp_path / "x", "--device", "cpu").stdout
@@ -214,13 +253,13 @@ def test_a_dry_run_counts_steps_and_trains_nothing(own, reproduced, tmp_path):
     lines = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip().startswith("digits")}
     steps = 100 * summary(reproduced[0], "digits-sam-epochs2")["steps"]
     assert lines["digits-sam-batch_size1-epochs2-seed0"][0] == f"{steps:,}"
-    for count, ms, hours in lines.values():
-        assert float(hours) == pytest.approx(float(count.replace(",", "")) * float(ms) / 3.6e6, abs=1e-3)
-    total = sum(float(hours) for _, _, hours in lines.values())
-    assert total > 0
-    assert float(re.search(r"3 runs, (\S+) hours on cpu, roughly", text).group(1)) == pytest.approx(total, abs=3e-3)
+    total = sum(float(count.replace(",", "")) * float(ms) / 1000 for count, ms, *_ in lines.values())
+    for count, ms, *time in lines.values():
+        assert seconds(*time) == pytest.approx(float(count.replace(",", "")) * float(ms) / 1000, rel=0.3, abs=0.6)
+    found = re.search(r"3 runs, (\S+) (\S+) on cpu, roughly", text)
+    assert seconds(*found.groups()) == pytest.approx(total, rel=0.3, abs=0.6)
     again = invoke("reproduce", own, "--epochs", 2, "--dry-run", "-o", reproduced[0], "--device", "cpu").stdout
-    assert "0 runs, 0 hours on cpu, roughly: by a step measured on random images; 3 more are finished" in again
+    assert "0 runs, 0 s on cpu, roughly: by a step measured on random images; 3 more are finished" in again
 
 
 @pytest.mark.parametrize(
@@ -231,7 +270,7 @@ def test_a_dry_run_counts_steps_and_trains_nothing(own, reproduced, tmp_path):
         (("table1", "--markdown", "x.md"), "--markdown goes with --from"),
         (
             ("table1", "--from", "results", "--epochs", 9, "--markdown", "x.md"),
-            "--markdown goes with --from, without --epochs",
+            "--markdown writes all runs, however many epochs they have: leave out --epochs and --set",
         ),
         (
             ("figure1", "--from", "results", "--markdown", "x.md"),
@@ -243,7 +282,15 @@ def test_a_dry_run_counts_steps_and_trains_nothing(own, reproduced, tmp_path):
         (("table1", "--only", "sgd", "--engine", "ray", "--share-start"), "--share-start goes with --engine local"),
         (("table1", "--known", "nowhere"), "--known must be a folder with runs, but nowhere is none"),
         (("figure1", "--known", "results"), "--known goes with tables: figures need the weights of all runs"),
-        (("table1", "--from", "results", "--known", "results"), "--known says what need not be trained, but --from"),
+        (
+            ("table1", "--from", "results", "--seeds", 1, "--share-start", "--known", "results", "--no-resume"),
+            "--from shows runs and trains nothing, so leave out --seeds, --share-start, --known, --no-resume",
+        ),
+        (("--list", "--from", "results"), "--list shows all rows and trains nothing, so leave out --from"),
+        (
+            ("--list", "--epochs", 3, "-s", "a=1"),
+            "--list shows all rows and trains nothing, so leave out --epochs, --set",
+        ),
     ],
 )
 def test_what_is_refused(arguments, message):
@@ -334,6 +381,10 @@ def test_the_accuracy_of_validation_images_is_not_set_against_the_papers(tmp_pat
     assert float(tests["difference"]) == pytest.approx(float(tests["ours"]) - 50, abs=1e-3)
     assert validation["difference"] == ""
     assert float(validation["ours"]) > 0
+    texts = [(tmp_path / f"t-{name}.md").read_text() for name in ("epochs1", "validation200-epochs1")]
+    assert [text.partition(" (")[0] for text in texts] == ["t", "t"]
+    assert ["| Ours, % |" in text for text in texts] == [True, False]
+    assert "| Ours (validation), % |" in texts[1]
 
 
 def test_a_folder_that_cannot_be_written_is_named(own):
@@ -360,6 +411,25 @@ def test_runs_that_share_their_start_have_the_numbers_of_runs_alone(tmp_path):
     one, other = (RunDirectory(tmp_path / path / "digits-thrifty-epochs2-seed0") for path in ("alone", "shared"))
     assert [m["train_loss"] for m in one.metrics()] == [m["train_loss"] for m in other.metrics()]
     assert other.read("environment.json").values["start"]["run"] == "digits-sgd-epochs2-seed0"
+
+
+def test_a_shared_start_is_not_called_a_run_to_go_on_with(tmp_path):
+    own = tmp_path / "own.toml"
+    own.write_text("[t]\nrows = [{ recipe = 'digits-sgd' }, { recipe = 'digits-thrifty' }]\n")
+    arguments = ("--epochs", 2, "--rounds", 0, *QUICK[:4], "--share-start", "-o", tmp_path)
+    opened = turns.open_run
+
+    def dies(recipe, *others, **options):
+        if recipe.sam.enabled:
+            raise MemoryError
+        return opened(recipe, *others, **options)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(turns, "open_run", dies)
+        invoke("reproduce", own, *arguments)
+    text = invoke("reproduce", own, *arguments).stdout
+    assert "2 runs: 1 finished, 0 to go on with, 1 whose first steps another run has taken, 0 new" in text
+    assert "wait for another" not in text
 
 
 def test_the_committed_page_is_that_of_the_committed_runs(tmp_path):

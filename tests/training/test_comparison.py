@@ -16,7 +16,7 @@ from sparsam.runs.directory import RunDirectory
 from sparsam.training import Interrupted, RecipeError, Trainer
 from sparsam.training.comparison import compare_recipes
 from sparsam.training.launch import open_run
-from sparsam.training.progress import LogProgress
+from sparsam.training.progress import LogProgress, TerminalProgress
 
 
 @pytest.fixture(scope="module")
@@ -171,3 +171,13 @@ def test_each_run_has_the_threads_of_its_recipe(tmp_path, monkeypatch):
     finally:
         torch.set_num_threads(before)
     assert threads == [2, 3]
+
+
+def test_a_terminal_names_the_recipe_where_two_have_the_same_method(tmp_path, capsys):
+    wider = tmp_path / "wider.toml"
+    wider.write_text('extends = "digits-sam"\n\n[sam]\nrho = 0.2\n')
+    options = {"overrides": ["train.max_steps=1"], "device": CPU, "progress": TerminalProgress}
+    compare_recipes(["digits-sgd", "digits-sam", wider], 1, tmp_path / "runs", **options)
+    shown = capsys.readouterr().out
+    for name in ("SGD", "digits-sam", "wider"):
+        assert f"{name}, seed 0: " in shown

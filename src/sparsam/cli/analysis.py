@@ -12,9 +12,10 @@ import typer
 from rich.console import Console
 
 from sparsam.cli.names import names_of, ordered
+from sparsam.cli.options import given_options
 from sparsam.errors import UserValueError
 
-Runs = Annotated[list[Path], typer.Argument(help="Directories of runs.")]
+Runs = Annotated[list[Path], typer.Argument(help="Directories of runs, or folders that hold them.")]
 Samples = Annotated[int, typer.Option(min=1, help="Training images to measure over, the same for all runs.")]
 Best = Annotated[bool, typer.Option("--best", help="Take the weights of the best epoch, not of the last.")]
 Seed = Annotated[int, typer.Option(min=0, help="The seed of random numbers.")]
@@ -279,11 +280,10 @@ def earlier_results(name: str, runs: Sequence[Path], shared: tuple[str, ...]) ->
 
 def check_redraw(context: typer.Context, *allowed: str) -> None:
     """Refuse options of a measurement beside --redraw, which measures nothing."""
-    named = [name for name in context.params if name not in ("runs", "redraw", "output", *allowed)]
-    chosen = [name for name in named if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
-    if chosen:
-        given = ", ".join(f"--{name.replace('_', '-')}" for name in chosen)
-        raise UserValueError(f"--redraw shows earlier results as they were measured, so leave out {given}")
+    fitting = ("runs", "redraw", "output", *allowed)
+    others = [option for name, option in given_options(context).items() if name not in fitting]
+    if others:
+        raise UserValueError(f"--redraw shows earlier results as they were measured, so leave out {', '.join(others)}")
 
 
 def warn_outdated(runs: Sequence[Path], results: Sequence[Mapping[str, Any]]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from sparsam.report.styles import place
@@ -23,9 +23,23 @@ def names_of(runs: Sequence[Path]) -> list[str]:
     return ["/".join(parts[-length:]) for parts in paths]
 
 
-def ordered(runs: Sequence[Path]) -> list[Path]:
-    """Return runs by method, SGD first, then by recipe and seed. What is not a run comes last."""
-    return sorted(runs, key=_key)
+def with_inner(runs: Iterable[Path]) -> list[Path]:
+    """Return runs, each once, and in place of a folder that is no run the runs in it, if it has any."""
+    return list({path.resolve(): path for run in runs for path in _inner(run) or [run]}.values())
+
+
+def _inner(folder: Path) -> list[Path]:
+    if RunDirectory(folder).exists or not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if RunDirectory(path).exists)
+
+
+def ordered(runs: Iterable[Path]) -> list[Path]:
+    """Return runs by method, SGD first, then by recipe and seed. What is not a run comes last.
+
+    A folder of runs stands for these.
+    """
+    return sorted(with_inner(runs), key=_key)
 
 
 def _key(run: Path) -> tuple[object, ...]:

@@ -18,6 +18,16 @@ ShareStart = Annotated[
 ]
 
 
+def given_options(context: typer.Context) -> dict[str, str]:
+    """Return what was given on the command line: parameters, and the options as a user writes them."""
+    known = {param.name: param for param in context.command.params}
+    return {
+        name: max(known[name].secondary_opts if value is False else known[name].opts, key=len)
+        for name, value in context.params.items()  # in the order of the command line
+        if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    }
+
+
 def overrides(settings: list[str] | None, **values: object) -> list[str]:
     """Return all overrides as `key=value`, those of options of their own last.
 

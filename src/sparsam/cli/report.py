@@ -8,11 +8,12 @@ from typing import Annotated
 import rich
 import typer
 
-from sparsam.cli.table import show_table
+from sparsam.cli.names import with_inner
+from sparsam.cli.table import print_table
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Directories of runs.")],
+    runs: Annotated[list[Path], typer.Argument(help="Directories of runs, or folders that hold them.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("runs/report.html"),
     figures: Annotated[
         Path | None,
@@ -34,13 +35,15 @@ def report(
     """
     from sparsam.report import write_report
 
-    runs = [run for run in runs if run.suffix != ".html"]  # pages beside the runs, where a shell's * finds them
+    runs = with_inner(run for run in runs if run.suffix != ".html")  # pages are where a shell's * finds runs
     show_runs(runs)
     rich.print(f"The page: {write_report(runs, output, figures)}")
 
 
 def show_runs(runs: list[Path]) -> None:
-    """Print the table of runs."""
+    """Print the table of runs, and how to read it."""
     from sparsam.report import collect, summary_table
+    from sparsam.report.table import column_notes
 
-    show_table(summary_table(collect(runs)), rich.get_console())
+    table = summary_table(collect(runs))
+    print_table("", table, column_notes(table))

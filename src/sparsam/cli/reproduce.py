@@ -11,8 +11,8 @@ import rich
 import typer
 
 from sparsam.cli.analysis import Device, find_device
-from sparsam.cli.options import Set, ShareStart, overrides
-from sparsam.cli.reproduce_folder import note, print_other_devices, runs_in, show_folder, time_folder, write_page
+from sparsam.cli.options import Set, ShareStart, given_options, overrides
+from sparsam.cli.reproduce_folder import NOTES, print_other_devices, runs_in, show_folder, time_folder, write_page
 from sparsam.cli.table import print_table
 from sparsam.errors import UserRuntimeError, UserValueError
 
@@ -29,14 +29,32 @@ class Engine(StrEnum):
     ray = "ray"
 
 
+OF_LIST = ("names", "list_rows", "only")  # what goes with --list
+OF_TRAINING = (  # what does not go with --from
+    "dry_run",
+    "seeds",
+    "engine",
+    "address",
+    "retries",
+    "at_once",
+    "share_start",
+    "part",
+    "known",
+    "resume",
+    "samples",
+    "points",
+)
+
+
 def reproduce(
+    context: typer.Context,
     names: Annotated[
         list[str] | None,
         typer.Argument(help="table1 ... table9, figure1 ... figure5, tables, figures, all; or files (*.toml)."),
     ] = None,
     list_rows: Annotated[bool, typer.Option("--list", help="Show all rows, train nothing.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the runs, and the hours from a measured step; train nothing.")
+        bool, typer.Option("--dry-run", help="Show the runs, and their time by a measured step; train nothing.")
     ] = False,
     source: Annotated[
         Path | None, typer.Option("--from", metavar="FOLDER", help="Show the runs in a folder, train nothing.")
@@ -111,14 +129,17 @@ def reproduce(
         raise UserValueError("--address goes with --engine ray")
     if share_start and engine is not Engine.local:
         raise UserValueError("--share-start goes with --engine local: tasks of a cluster know nothing of each other")
-    if known is not None and (source is not None or list_rows):
-        raise UserValueError("--known says what need not be trained, but --from and --list train nothing")
-    if markdown is not None and (source is None or changes):
-        raise UserValueError(
-            "--markdown goes with --from, without --epochs and --set: the page has the runs of all numbers of epochs"
-        )
     if timed:
         _check_timed(source, rounds, {"--list": list_rows, "--dry-run": dry_run, "--markdown": markdown is not None})
+    given = given_options(context)
+    if list_rows and (others := [option for name, option in given.items() if name not in OF_LIST]):
+        raise UserValueError(f"--list shows all rows and trains nothing, so leave out {', '.join(others)}")
+    if source is not None and (others := [option for name, option in given.items() if name in OF_TRAINING]):
+        raise UserValueError(f"--from shows runs and trains nothing, so leave out {', '.join(others)}")
+    if markdown is not None and source is None:
+        raise UserValueError("--markdown goes with --from")
+    if markdown is not None and changes:
+        raise UserValueError("--markdown writes all runs, however many epochs they have: leave out --epochs and --set")
     if list_rows:
         _list(experiments)
         return
@@ -192,11 +213,16 @@ def _check(planned: Sequence[PlannedRun], at_once: int, *, resume: bool, share_s
         raise UserValueError(
             f"--no-resume starts anew, but there are runs already, such as {existing[0]}; choose another --output"
         )
-    stopped = len(existing) - finished
-    rich.print(f"{len(planned)} runs: {finished} finished, {stopped} to go on with, {len(planned) - len(existing)} new")
-    if share_start:
-        count = SharedStart([run for run in planned if not RunDirectory(run.path).finished]).count
-        rich.print(f"{count or 'None'} of them wait for another to take their first steps (--share-start)")
+    unfinished = [RunDirectory(path) for path in existing if not RunDirectory(path).finished]
+    started = sum(run.only_started for run in unfinished)
+    shared = f", {started} whose first steps another run has taken" if started else ""
+    rich.print(
+        f"{len(planned)} runs: {finished} finished, {len(unfinished) - started} to go on with{shared}, "
+        f"{len(planned) - len(existing)} new"
+    )
+    waiting = [run for run in planned if not RunDirectory(run.path).finished] if share_start else []
+    if count := SharedStart(waiting).count:
+        rich.print(f"{count} of them wait for another to take their first steps (--share-start)")
 
 
 def _train(
@@ -255,12 +281,12 @@ def _show(
     for experiment in experiments:
         results = compare(experiment, runs, changes)
         title, name = experiment.heading(changes), experiment.name + experiment.rows[0].suffix(changes)
-        table = paper_table(results)
+        table = paper_table(experiment, results)
         replace_file(output / f"{name}.md", f"{title}\n\n{markdown(table)}\n")
         replace_file(output / f"{name}.csv", comma_separated(results))
         if experiment.shows is None:
             tables[title] = table
-            print_table(title, table, note(experiment))
+            print_table(title, table, NOTES)
         else:
             rich.print(f"\n[bold]{title}[/bold]")
             draw_figure(experiment, results, output, device, samples, points)
@@ -271,6 +297,7 @@ def _show(
 
 def _list(experiments: Sequence[Experiment]) -> None:
     from sparsam.report.table import NONE, Cell, Table
+    from sparsam.reproduce.table import FLOPS, reference_heading
 
     for experiment in experiments:
         rows = tuple(
@@ -282,13 +309,13 @@ def _list(experiments: Sequence[Experiment]) -> None:
             )
             for row in experiment.rows
         )
-        columns = ("Row", "Paper, %", "FLOPs (theory)", "Fisher, paper")
+        columns = ("Row", reference_heading(experiment), FLOPS, "Fisher, paper")
         print_table(experiment.heading(), Table(columns, rows))
 
 
 def _estimate(planned: Sequence[PlannedRun], device: str | None) -> None:
     from sparsam.report.table import Cell, Table
-    from sparsam.reproduce.cost import estimate
+    from sparsam.reproduce.cost import estimate, roughly
     from sparsam.runs.directory import RunDirectory
 
     place = find_device(device)
@@ -296,16 +323,16 @@ def _estimate(planned: Sequence[PlannedRun], device: str | None) -> None:
     with rich.get_console().status("measuring a step of each network"):
         found = estimate(waiting, place)
     rows = tuple(
-        (Cell(e.run.path.name), Cell(f"{e.steps:,}"), Cell(f"{1000 * e.seconds:,.2f}"), Cell(f"{e.hours:,.3f}"))
+        (Cell(e.run.path.name), Cell(f"{e.steps:,}"), Cell(f"{1000 * e.seconds:,.2f}"), Cell(roughly(e.total)))
         for e in found
     )
     if rows:
-        print_table("Runs", Table(("Run", "Steps", "ms a step", "Hours"), rows))
-    unit = "GPU-hours" if place.type == "cuda" else f"hours on {place}"
-    hours, finished = sum(e.hours for e in found), len(planned) - len(waiting)
+        print_table("Runs", Table(("Run", "Steps", "ms a step", "Time"), rows))
+    finished = len(planned) - len(waiting)
     done = f"; {finished} more are finished" if finished else ""
-    total = f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
-    rich.print(f"{len(found)} runs, {total} {unit}, roughly: by a step measured on random images{done}")
+    total = roughly(sum(e.total for e in found))
+    where = "one GPU" if place.type == "cuda" else place
+    rich.print(f"{len(found)} runs, {total} on {where}, roughly: by a step measured on random images{done}")
     if any(run.recipe.schedule.fraction or run.recipe.mask.cut for run in waiting):
         rich.print(
             "SSAM-C and thrifty SAM take less, and so do runs that share their start: all count as SAM in every step."

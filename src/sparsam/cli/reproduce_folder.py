@@ -11,14 +11,17 @@ import rich
 from sparsam.cli.analysis import status
 from sparsam.cli.table import print_table
 from sparsam.errors import UserValueError
+from sparsam.reproduce.table import FLOPS, PAPER
 
 if TYPE_CHECKING:
     from sparsam.reproduce.experiments import Experiment
     from sparsam.runs.run import Run
 
 
-PAPER_NOTE = "Paper: the highest accuracy of all epochs. Ours: that of the last."
-FLOPS_NOTE = "FLOPs: by the paper's formula, which does not know that nothing before a cut is computed twice."
+NOTES = {  # what columns mean
+    PAPER: "Paper: the highest accuracy of all epochs. Ours: that of the last.",
+    FLOPS: "FLOPs: by the paper's formula, which does not know that nothing before a cut is computed twice.",
+}
 
 
 def runs_in(folder: Path, option: str = "--from") -> list[Run]:
@@ -45,21 +48,41 @@ def write_page(experiments: Sequence[Experiment], names: Sequence[str], folder: 
 def show_folder(experiments: Sequence[Experiment], folder: Path, changes: list[str], output: Path) -> None:
     """Print the tables from the runs in a folder, and draw the figures from what was measured of them."""
     from sparsam.cli.paper_figures import redraw_figure
-    from sparsam.reproduce.comparison import compare, other_epochs
+    from sparsam.reproduce.comparison import compare
     from sparsam.reproduce.table import paper_table
 
     runs = runs_in(folder)
-    for experiment in experiments:
-        results = compare(experiment, runs, changes)
-        print_table(experiment.heading(changes), paper_table(results), note(experiment))
-        if not any(result.method for result in results):
-            rich.print(f"There is no run of {experiment.name} in {folder}.")
-        elif experiment.shows is not None:
+    found = {experiment: compare(experiment, runs, changes) for experiment in experiments}
+    missing = {
+        experiment: f"There is no run of {experiment.name} in {folder}." + _others(experiment, runs, changes)
+        for experiment, results in found.items()
+        if not any(result.method for result in results)
+    }
+    changed = [experiment for experiment in experiments if experiment.heading(changes) != experiment.heading()]
+    if changed and len(missing) == len(experiments):
+        raise UserValueError("\n".join(missing.values()).replace("There is", f"with {' '.join(changes)} there is"))
+    for experiment, results in found.items():
+        print_table(experiment.heading(changes), paper_table(experiment, results), NOTES)
+        if experiment in missing:
+            rich.print(missing[experiment])
+            continue
+        if experiment.shows is not None:
             redraw_figure(experiment, results, output)
-        others = sorted(other_epochs(experiment, runs))
-        if others and experiment.heading(changes) == experiment.heading():
-            epochs = " and ".join(map(str, others))
-            rich.print(f"There are also runs of {epochs} epochs: --epochs {others[-1]} shows those of {others[-1]}.")
+        if experiment not in changed and (others := _others(experiment, runs, changes)):
+            rich.print(others.strip())
+
+
+def _others(experiment: Experiment, runs: Sequence[Run], changes: list[str]) -> str:
+    """Say how runs of other numbers of epochs are shown, if there are any."""
+    from sparsam.reproduce.comparison import EPOCHS, other_epochs
+
+    found = sorted(other_epochs(experiment, runs, changes))
+    if not found:
+        return ""
+    scaled = any(change.partition("=")[0] == EPOCHS for change in changes)
+    own = {row.recipe().train.epochs for row in experiment.rows} if scaled else set()
+    ways = dict.fromkeys("leave out --epochs" if epochs in own else f"use --epochs {epochs}" for epochs in found)
+    return f" There are runs of {' and '.join(map(str, found))} epochs: {' or '.join(ways)}."
 
 
 def time_folder(experiments: Sequence[Experiment], folder: Path, changes: list[str], device: Any, rounds: int) -> None:
@@ -76,8 +99,3 @@ def print_other_devices(devices: Iterable[str]) -> None:
     """Name the devices whose runs have no times because they are not this one."""
     for device in devices:
         rich.print(f"No times were measured of runs that were trained on {device}, another device than this.")
-
-
-def note(experiment: Experiment) -> str:
-    """Return what the columns of a table mean."""
-    return f"{PAPER_NOTE} {FLOPS_NOTE}" if any(row.paper is not None for row in experiment.rows) else FLOPS_NOTE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 import rich
 from rich.box import SIMPLE_HEAD
@@ -25,8 +26,11 @@ LEAST_WANTED = (
 )  # left out first where room is short
 
 
-def show_table(table: Table, console: Console) -> None:
-    """Print the table: no column that is empty, and none that does not fit (the page has them all)."""
+def show_table(table: Table, console: Console) -> list[str]:
+    """Print the table: no column that is empty, and none that does not fit (the page has them all).
+
+    Return the headings of those that are shown.
+    """
     columns = [i for i in range(len(table.columns)) if any(row[i].text != NONE for row in table.rows)]
     least = [_width(table, i) if i else min(_width(table, i), LONG_NAME) for i in range(len(table.columns))]
     for heading in (*LEAST_WANTED, *reversed(table.columns[2:])):
@@ -59,15 +63,18 @@ def show_table(table: Table, console: Console) -> None:
         for note in dict.fromkeys(name.note for name in names if name.note):
             those = ", ".join(name.text for name in names if name.note == note)
             console.print(Padding(f"{those}: {note}", (0, 0, 0, 1)), style="dim")
+    return [table.columns[i] for i in columns]
 
 
-def print_table(title: str, table: Table, note: str = "") -> None:
-    """Print the table below its title, and a note below it."""
+def print_table(title: str, table: Table, notes: Mapping[str, str] | None = None) -> None:
+    """Print the table below its title, and below it the notes on those columns that are shown."""
     console = rich.get_console()
-    console.print(f"\n[bold]{title}[/bold]", highlight=False)
-    show_table(table, console)
-    if note:
-        console.print(note, style="dim")
+    if title:
+        console.print(f"\n[bold]{title}[/bold]", highlight=False)
+    shown = show_table(table, console)
+    texts = [note for heading, note in (notes or {}).items() if heading in shown]
+    if texts:
+        console.print(" ".join(texts), style="dim", highlight=False)
 
 
 def _broken(name: str, width: int) -> list[str]:

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparsam.report.method import Method, Statistic
+from sparsam.runs.step_time import StepRatio
 
 NONE = "–"
+STEP_TIME = "Step time (measured)"
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,9 @@ def summary_table(methods: Sequence[Method]) -> Table:
         "Method",
         "Seeds",
         f"{accuracy_label(methods)}, %",
-        "Perturbed, %",
+        "Perturbed (mean of steps), %",
         "FLOPs (theory)",
-        "Step time (measured)",
+        STEP_TIME,
         "Peak memory, MB",
         "Training time",
         "Weight decay",
@@ -43,6 +45,20 @@ def summary_table(methods: Sequence[Method]) -> Table:
         *further,
     )
     return Table(columns, tuple(_row(method, methods, further) for method in methods))
+
+
+def column_notes(table: Table) -> dict[str, str]:
+    """Return what a reader of a summary table must know, by the heading that it is about."""
+    notes = {}
+    for i, heading in enumerate(table.columns):
+        varies = any(" ± " in row[i].text for row in table.rows)
+        if "ccuracy" in heading and varies:
+            notes[heading] = "±: the standard deviation over seeds."
+        elif heading == STEP_TIME and varies:
+            notes[heading] = "Step time: relative to the base optimizer, ± half of the range between the quartiles."
+        elif heading.startswith("Loss rise"):
+            notes[heading] = "Loss rise: how much the training loss grows within ρ of the weights; lower is flatter."
+    return notes
 
 
 def accuracy_label(methods: Sequence[Method]) -> str:
@@ -92,7 +108,7 @@ def _step_cell(method: Method) -> Cell:
     ratio, step = method.step_ratio, method.step_ms
     if ratio is None:
         return Cell(times(method.relative_step), _milliseconds(step) if step else "")
-    return Cell(f"{times(ratio.median)} ± {(ratio.high - ratio.low) / 2:.2f}", f"median of {ratio.rounds} rounds")
+    return Cell(step_ratio(ratio), f"median of {ratio.rounds} rounds")
 
 
 def _notes(method: Method, methods: Sequence[Method]) -> list[str]:
@@ -127,6 +143,15 @@ def _scaled(statistic: Statistic | None, scale: float, form: str) -> str:
 def times(ratio: float | None) -> str:
     """Return a ratio as people write it."""
     return NONE if ratio is None else f"{ratio:.2f}×"
+
+
+def step_ratio(ratio: StepRatio | None) -> str:
+    """Return the median of a step's ratios with half of the quartiles' range.
+
+    >>> step_ratio(StepRatio(1.83, 1.79, 1.85, 30))
+    '1.83× ± 0.03'
+    """
+    return NONE if ratio is None else f"{times(ratio.median)} ± {(ratio.high - ratio.low) / 2:.2f}"
 
 
 def _values(values: Sequence[float]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, variance
 
 from sparsam.errors import need
 from sparsam.report.collect import group_runs
@@ -25,7 +25,7 @@ class Difference:
 
     value: float
     interval: tuple[float, float] | None
-    """By Welch's t-test; None where a side has a single run."""
+    """By Welch's t-test; None where a side has a single run, or no side varies."""
 
     @classmethod
     def of(cls, ours: Sequence[float], others: Sequence[float]) -> Difference:
@@ -37,9 +37,14 @@ class Difference:
         value = 100 * (fmean(ours) - fmean(others))
         if min(len(ours), len(others)) < 2:
             return cls(value, None)
+        sides = [(variance(side) / len(side), len(side)) for side in (ours, others)]
+        error = sum(square for square, _ in sides)  # squared, of the difference
+        if error == 0:
+            return cls(value, None)
         stats = need("scipy.stats", "intervals of differences", extra="train")
-        low, high = stats.ttest_ind(ours, others, equal_var=False).confidence_interval(CONFIDENCE)
-        return cls(value, (100 * float(low), 100 * float(high)))
+        freedom = error**2 / sum(square**2 / (n - 1) for square, n in sides)  # Welch and Satterthwaite
+        half = 100 * float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) * error**0.5
+        return cls(value, (value - half, value + half))
 
 
 @dataclass(frozen=True)
@@ -119,9 +124,10 @@ def compare(experiment: Experiment, runs: Sequence[Run], overrides: Iterable[str
     return [Result(row, recipe, methods.get(recipe.name), others.get(recipe.name)) for row, recipe in wanted]
 
 
-def other_epochs(experiment: Experiment, runs: Sequence[Run]) -> Iterator[int]:
-    """Yield the numbers of epochs, the largest first, of runs that are shorter or longer than the paper's."""
-    recipes = [row.recipe().to_dict() for row in experiment.rows]
+def other_epochs(experiment: Experiment, runs: Sequence[Run], overrides: Iterable[str] = ()) -> Iterator[int]:
+    """Yield the numbers of epochs, the largest first, of runs that differ from the rows in nothing else."""
+    overrides = list(overrides)
+    recipes = [row.recipe(overrides).to_dict() for row in experiment.rows]
     found = {
         epochs[1]
         for run in runs

@@ -35,9 +35,23 @@ class Estimate:
     seconds: float
 
     @property
-    def hours(self) -> float:
-        """Hours of training."""
-        return self.steps * self.seconds / 3600
+    def total(self) -> float:
+        """Seconds of training."""
+        return self.steps * self.seconds
+
+
+def roughly(seconds: float) -> str:
+    """Return a time with about two digits, which is what an estimate has.
+
+    >>> [roughly(s) for s in (8.04, 99.6, 192, 4320, 7200, 404723)]
+    ['8 s', '2 min', '3 min', '72 min', '2.0 h', '112 h']
+    """
+    if round(seconds) < 100:
+        return f"{seconds:.0f} s"
+    if round(seconds / 60) < 100:
+        return f"{seconds / 60:.0f} min"
+    hours = seconds / 3600
+    return f"{hours:.1f} h" if hours < 10 else f"{hours:,.0f} h"
 
 
 def estimate(planned: Sequence[PlannedRun], device: torch.device) -> list[Estimate]:

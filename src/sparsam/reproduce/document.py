@@ -48,7 +48,8 @@ def results_page(
 
 def _section(experiment: Experiment, runs: Sequence[Run], folder: Path) -> str:
     parts = [
-        f"## {experiment.name.capitalize().replace('Table', 'Table ')}: {experiment.title}",
+        f"## {experiment.name.capitalize().replace('Table', 'Table ')}"
+        + (f": {experiment.title}" if experiment.title else ""),
         *_tables(experiment, runs),
     ]
     note = folder / "notes" / f"{experiment.name}.md"
@@ -59,14 +60,14 @@ def _section(experiment: Experiment, runs: Sequence[Run], folder: Path) -> str:
 
 def _tables(experiment: Experiment, runs: Sequence[Run]) -> Iterator[str]:
     full = compare(experiment, runs)
-    yield markdown(paper_table(full))
+    yield markdown(paper_table(experiment, full))
     yield from _made_on(full)
     for epochs in other_epochs(experiment, runs):
         if epochs < SHORTEST * min(result.recipe.train.epochs for result in full):
             continue
         found = [r for r in compare(experiment, runs, [f"train.epochs={epochs}"]) if r.method]
         yield f"**Scaled down to {epochs} epochs** of the paper's {_epochs(full)}:"
-        yield markdown(paper_table(found))
+        yield markdown(paper_table(experiment, found))
         yield from _made_on(found)
 
 

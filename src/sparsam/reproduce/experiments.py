@@ -94,6 +94,8 @@ class Experiment:
     """What a figure draws, one of :data:`FIGURES`; None: it is a table."""
     against: Row | None = None
     """The row that all others are set against."""
+    of_paper: bool = False
+    """Whether it is the paper's; else it is from a file of one's own."""
 
     def heading(self, overrides: Iterable[str] = ()) -> str:
         """Return the name and the title, and what overrides make different from the paper."""
@@ -104,7 +106,7 @@ class Experiment:
                 found[key] = f"{key} {new}" + ("" if old is None else f" instead of {old}")
                 smaller |= key in LENGTHS and (old is None or new < old)
         label = f" ({'scaled down' if smaller else 'changed'}: {', '.join(found.values())})" if found else ""
-        return f"{self.name}: {self.title}{label}"
+        return self.name + (f": {self.title}" if self.title else "") + label
 
 
 def find_experiments(names: Sequence[str]) -> list[Experiment]:
@@ -159,7 +161,7 @@ def _experiment(path: Path, name: str, content: dict[str, Any]) -> Experiment:
     if against is not None and found is None:
         names = ", ".join(row.name for row in rows)
         raise RecipeError(f"against of {where} must be the name of one of its rows ({names}), but is {against!r}")
-    return Experiment(name, values.get("title", name), rows, shows, found)
+    return Experiment(name, values.get("title", ""), rows, shows, found, path == PAPER)
 
 
 def _row(where: str, values: Any) -> Row:

@@ -6,22 +6,36 @@ import csv
 import io
 from collections.abc import Sequence
 
-from sparsam.report.table import NONE, Cell, Table, spread, times
+from sparsam.report.table import NONE, Cell, Table, spread, step_ratio, times
 from sparsam.reproduce.comparison import Result
+from sparsam.reproduce.experiments import Experiment
 
+PAPER, REFERENCE, FLOPS = "Paper, %", "Reference, %", "FLOPs (theory)"  # headings
 FISHER_SECONDS = "Fisher information, s"  # the label of a run's further number
 
 
-def paper_table(results: Sequence[Result]) -> Table:
-    """Return one row for each result. Those that the paper lacks are marked, if it has any."""
-    printed = any(result.row.paper is not None for result in results)
+def paper_table(experiment: Experiment, results: Sequence[Result]) -> Table:
+    """Return one row for each result. Those that the paper lacks are marked in its own tables, if it has any."""
+    printed = experiment.of_paper and any(result.row.paper is not None for result in results)
     timed = any(result.row.seconds is not None for result in results)
-    columns = ("Row", "Paper, %", "Ours, %", "n", "Difference", "FLOPs (theory)", "Time × SGD")
     fisher = ("Fisher, paper", "Fisher, ours") if timed else ()
-    other = next((result.other for result in results if result.other), None)
-    against = (f"Minus {other.name} (95 % interval)",) if other else ()
+    set_against = any(result.other for result in results)
+    against = (f"Minus {experiment.against.name} (95 % interval)",) if experiment.against and set_against else ()
+    reference, ours = reference_heading(experiment), _ours(results)
+    columns = ("Row", reference, ours, "n", *against, "Difference", FLOPS, "Time × SGD", *fisher)
     rows = (_row(result, printed=printed, timed=timed, against=bool(against)) for result in results)
-    return Table((*columns, *fisher, *against), tuple(rows))
+    return Table(columns, tuple(rows))
+
+
+def reference_heading(experiment: Experiment) -> str:
+    """Name the column of the numbers that ours are compared with."""
+    return PAPER if experiment.of_paper else REFERENCE
+
+
+def _ours(results: Sequence[Result]) -> str:
+    """Name the column of our accuracies after the images, if these are not the test images."""
+    images = {result.recipe.evaluated_on for result in results} - {"test"}
+    return f"Ours ({images.pop()}), %" if images else "Ours, %"
 
 
 def _row(result: Result, *, printed: bool, timed: bool, against: bool) -> tuple[Cell, ...]:
@@ -32,11 +46,11 @@ def _row(result: Result, *, printed: bool, timed: bool, against: bool) -> tuple[
         Cell(NONE if row.paper is None else f"{row.paper:.2f}"),
         Cell(spread(accuracy, 100, ".2f"), "; ".join(result.method.notes) if result.method else ""),
         Cell(str(accuracy.n) if accuracy else NONE),
+        *((_advantage(result),) if against else ()),
         Cell(NONE if result.difference is None else f"{result.difference:+.2f}"),
         Cell(times(result.flops)),
-        Cell(times(result.time)),
+        Cell(step_ratio(result.method.step_ratio if result.method else None)),
         *(_fisher_times(result) if timed else ()),
-        *((_advantage(result),) if against else ()),
     )
 
 
@@ -46,12 +60,12 @@ def _fisher_times(result: Result) -> tuple[Cell, Cell]:
 
 
 def _advantage(result: Result) -> Cell:
-    """Return a difference with its interval; without one where a side has a single run."""
+    """Return a difference with its interval, if it has one."""
     found = result.advantage
     if found is None:
         return Cell(NONE)
-    low, high = found.interval or (None, None)
-    return Cell(f"{found.value:+.2f}", "" if low is None else f"{low:+.2f} to {high:+.2f}")
+    interval = " ({:+.2f} to {:+.2f})".format(*found.interval) if found.interval else ""
+    return Cell(f"{found.value:+.2f}{interval}")
 
 
 def comma_separated(results: Sequence[Result]) -> str:

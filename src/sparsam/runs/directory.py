@@ -55,6 +55,12 @@ class RunDirectory:
         """Whether the run is finished."""
         return (self.path / "summary.json").is_file()
 
+    @property
+    def only_started(self) -> bool:
+        """Whether another run has taken the first steps of this one, and it has taken none itself."""
+        environment = self.environment() if self.exists else {}
+        return "start" in environment and "resumed" not in environment
+
     def create(self, recipe: Recipe, environment: dict[str, Any]) -> None:
         """Start a new run here."""
         self.check_new()

@@ -16,6 +16,7 @@ class Progress:
     """Shows nothing; the interface of the others."""
 
     place = ""  # of this run among several, such as "2 of 31"
+    label = ""  # what this run is called; empty: its method
 
     def __enter__(self) -> Self:
         return self
@@ -113,9 +114,9 @@ class TerminalProgress(Progress):
     def start(self, recipe: Recipe, steps: int, total_steps: int, epoch: int) -> None:
         """Draw an empty bar."""
         self.steps, self.epochs, self.epoch, self.numbers = steps, math.ceil(total_steps / steps), epoch, ""
-        self.max_steps = recipe.train.max_steps
+        self.max_steps, self.label = recipe.train.max_steps, self.label or recipe.method
         self._task = self._bar.add_task(
-            f"{self.place and f'Run {self.place}: '}{recipe.method} seed {recipe.train.seed}",
+            f"{self.place and f'Run {self.place}: '}{self.label}, seed {recipe.train.seed}",
             total=total_steps,
             completed=steps * epoch,
             epoch="",
@@ -149,7 +150,7 @@ class TerminalProgress(Progress):
         """Leave one line."""
         time = "" if summary["step_ms"] is None else f", {summary['step_ms']:.2f} ms/step"
         self._bar.console.print(
-            f"{summary['method']:8} seed {summary['seed']}: {100 * summary['test_accuracy']:.2f} % "
+            f"{self.label}, seed {summary['seed']}: {100 * summary['test_accuracy']:.2f} % "
             f"({summary['evaluated_on']}, {length_of(summary, self.max_steps)}){time}"
         )
 

@@ -93,7 +93,7 @@ class SharedStart:
         if run.path in self._left and isinstance(error, UserError) and not isinstance(error, RunError):
             directory = RunDirectory(run.path)
             with suppress(RunError), directory.locked():
-                if "resumed" not in directory.environment():
+                if directory.only_started:
                     directory.clear()
         return []
 

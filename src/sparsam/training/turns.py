@@ -47,12 +47,16 @@ def train_runs(
         progress: Makes what shows the progress, anew for each run.
     """
     threads = torch.get_num_threads()
+    names: dict[str, set[str]] = {}  # of the recipes of each method
+    for recipe, _ in planned:
+        names.setdefault(recipe.method, set()).add(recipe.name)
 
     def trainer(run: PlannedRun) -> Trainer | None:
         gc.collect()  # the run before must not count in this one's memory
         torch.set_num_threads(threads)
         shown = progress()
         shown.place = f"{planned.index(run) + 1} of {len(planned)}" if len(planned) > 1 else ""
+        shown.label = run.recipe.method if len(names[run.recipe.method]) == 1 else run.recipe.name
         return open_run(run.recipe, run.path, device=device, progress=shown)
 
     unfinished = [run for run in planned if not RunDirectory(run.path).finished]
