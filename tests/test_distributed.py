@@ -113,6 +113,7 @@ def test_ranks_that_train_different_models_are_refused(apart, case):
         assert unchanged
 
 
+@pytest.mark.slow
 def test_ranks_may_differ_in_the_last_bits(apart):
     assert apart[1e-8, 0, "random"] == (("", False),) * 2
 

@@ -220,6 +220,7 @@ def test_the_end_of_a_run_is_said_in_words(tmp_path):
     assert again.startswith(f"{tmp_path / 'two'} is finished already\nSGD: ")
 
 
+@pytest.mark.slow
 def test_a_warning_is_a_plain_line_and_a_bad_cut_names_the_command_that_lists_cuts(tmp_path):
     settings = ["--set", "mask.cut=layer2.0.conv2", "--set", "schedule=every-step", "--max-steps", 2]
     done = sparsam("train", "digits-ssam-c", *settings, "-o", tmp_path / "run", "--device", "cpu")
@@ -295,6 +296,7 @@ def test_an_installed_wheel_trains_by_name_in_an_empty_folder(tmp_path):
     assert (empty / "runs" / "digits-sam-seed0" / "summary.json").is_file()
 
 
+@pytest.mark.slow
 def test_without_its_packages_the_command_says_what_to_install(tmp_path):
     (tmp_path / "typer.py").write_text("raise ImportError('no typer', name='typer')")
     code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from sparsam.cli import main; main()"

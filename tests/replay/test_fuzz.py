@@ -92,6 +92,7 @@ def test_a_third_of_the_programs_is_replayed():
     assert sum(result_of(seed).replayed for seed in range(QUICK)) >= QUICK / 3
 
 
+@pytest.mark.slow
 def test_without_the_proof_programs_are_silently_wrong():
     silent = (
         seed

@@ -199,6 +199,7 @@ def test_from_a_folder_says_which_epochs_there_are(own, reproduced, tmp_path):
     assert "FLOPs: " not in invoke("reproduce", file, "--from", tmp_path).stdout
 
 
+@pytest.mark.slow
 def test_from_a_folder_draws_what_was_measured_without_the_weights(own, reproduced, tmp_path):
     output, _ = reproduced
     kept, drawn = tmp_path / "kept", tmp_path / "drawn"
@@ -333,6 +334,7 @@ def test_a_killed_command_goes_on_and_neither_loses_nor_repeats_an_epoch(tmp_pat
     assert [m["epoch"] for m in one] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path):
     file = tmp_path / "three.toml"
     rows = ", ".join(f"{{ recipe = '{name}' }}" for name in ("digits-sgd", "cifar10-resnet18-sgd", "digits-sam"))
@@ -402,6 +404,7 @@ def test_runs_that_share_the_device_have_no_times_of_their_own(tmp_path):
     assert [s["step_ms"] for s in found] == [None, None]
 
 
+@pytest.mark.slow
 def test_runs_that_share_their_start_have_the_numbers_of_runs_alone(tmp_path):
     own = tmp_path / "own.toml"
     own.write_text("[t]\nrows = [{ recipe = 'digits-sgd' }, { recipe = 'digits-thrifty' }]\n")
@@ -413,6 +416,7 @@ def test_runs_that_share_their_start_have_the_numbers_of_runs_alone(tmp_path):
     assert other.read("environment.json").values["start"]["run"] == "digits-sgd-epochs2-seed0"
 
 
+@pytest.mark.slow
 def test_a_shared_start_is_not_called_a_run_to_go_on_with(tmp_path):
     own = tmp_path / "own.toml"
     own.write_text("[t]\nrows = [{ recipe = 'digits-sgd' }, { recipe = 'digits-thrifty' }]\n")

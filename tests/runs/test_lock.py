@@ -41,6 +41,7 @@ print(taken)
 """
 
 
+@pytest.mark.slow
 def test_processes_that_take_and_release_a_lock_do_not_disturb_each_other(tmp_path):
     """The folder comes and goes with the lock."""
     arguments = [sys.executable, "-c", TAKE_AND_RELEASE, str(tmp_path / "run")]

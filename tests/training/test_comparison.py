@@ -47,6 +47,7 @@ def test_runs_side_by_side_are_those_of_runs_alone(tmp_path, alone):
     assert {summary["step_ms"] for summary in summaries} == {None}  # of no run alone
 
 
+@pytest.mark.slow
 def test_runs_side_by_side_are_all_saved_when_they_are_stopped(tmp_path, alone):
     step, steps = Trainer._step, []
 

@@ -91,6 +91,7 @@ def test_runs_end_as_they_would_have_alone(tmp_path, alone, recipes, steps_of, a
         assert run.summary()["seconds"] is None  # another run has taken some of its time
 
 
+@pytest.mark.slow
 def test_the_run_with_most_base_steps_is_the_first(tmp_path, alone, recipes, steps_of):
     compare_recipes(recipes[:5], 1, tmp_path, overrides=SHORT, device=CPU, share_start=True)
     assert_same_runs(alone, tmp_path)
@@ -134,6 +135,7 @@ def rows(tmp_path, recipes):
         (tmp_path / path.name).write_text(path.read_text())
 
 
+@pytest.mark.slow
 def test_no_run_waits_for_one_that_is_past_its_step(tmp_path, alone, rows, steps_of, monkeypatch):
     counting, order = Trainer._step, []
 
@@ -190,6 +192,7 @@ def another_process_trains(path):
         process.communicate("\n")
 
 
+@pytest.mark.slow
 def test_a_run_that_another_process_trains_is_left_to_it(tmp_path, rows, steps_of):
     planned = plan(tmp_path, "third.toml", "digits-sgd")
     with another_process_trains(tmp_path / "third-seed0"):
@@ -201,6 +204,7 @@ def test_a_run_that_another_process_trains_is_left_to_it(tmp_path, rows, steps_o
     assert steps_of == {"digits-sgd": 24}
 
 
+@pytest.mark.slow
 def test_no_run_is_trained_alone_while_another_process_takes_its_first_steps(tmp_path, rows, steps_of):
     first = tmp_path / "digits-sgd-seed0"
     with another_process_trains(first):
@@ -235,6 +239,7 @@ def test_what_a_user_put_into_the_folder_of_a_run_stays(tmp_path, rows):
     assert [path for path in (tmp_path / "third-seed0").rglob("*") if path.is_file()] == [notes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, Locked])
 def test_an_error_that_passes_leaves_the_start(tmp_path, alone, rows, steps_of, monkeypatch, error):
     def opens(recipe, *arguments, **options):
