@@ -271,6 +271,7 @@ def test_what_cannot_be_looked_at(run, tmp_path):
         assert re.search(text.replace("(", r"\("), invoke(*arguments, code=1).stderr)
 
 
+@pytest.mark.slow
 def test_compare_measures_what_is_missing(tmp_path):
     few = ["--set", "train.epochs=1", "--set", "data.validation=1100", "--set", "data.batch_size=100"]  # 100 are left
     command = ["compare", "digits-sgd", *few, "--output", tmp_path, "--sharpness", 0.1]

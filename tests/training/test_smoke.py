@@ -28,7 +28,7 @@ def read(path):
 @pytest.mark.parametrize(
     ("name", "limit", "data"),
     [
-        ("digits-ssam-c", 256, []),
+        pytest.param("digits-ssam-c", 256, [], marks=pytest.mark.slow),
         pytest.param(
             "cifar100-resnet18-sam",
             64,
