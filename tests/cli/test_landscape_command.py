@@ -20,6 +20,7 @@ from sparsam.models import build_model
 from sparsam.training.trainer import Interrupted
 
 
+@pytest.mark.slow
 def test_the_command_end_to_end(runs, tmp_path):
     options = ["--points", 4, "--samples", 5000, "--device", "cpu", "-o", tmp_path]
     text = invoke("landscape", runs / "sgd", runs / "sam", *options).stdout

@@ -36,6 +36,7 @@ def assert_same_runs(output, others):
         assert same(final_weights(one.path), final_weights(other.path))
 
 
+@pytest.mark.slow
 def test_runs_side_by_side_are_those_of_runs_alone(tmp_path, alone):
     lines = io.StringIO()
     options = {"overrides": SHORT, "device": CPU, "at_once": 3, "progress": lambda: LogProgress(lines, epochs=False)}

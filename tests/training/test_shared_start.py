@@ -102,6 +102,7 @@ def test_the_run_with_most_base_steps_is_the_first(tmp_path, alone, recipes, ste
 SOME = [pytest.param(step, marks=() if step == 14 else pytest.mark.slow) for step in (3, 14, 20, 26)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fatal", SOME)  # of all steps; the first run takes 24
 def test_a_command_that_was_stopped_goes_on(tmp_path, alone, recipes, steps_of, monkeypatch, fatal):
     counting = Trainer._step

@@ -58,6 +58,7 @@ COSTS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_each_sort_of_step_counts_as_often_as_it_comes(monkeypatch):
     recipes = [load_recipe(name, ["train.epochs=2", *settings]) for name, settings, _ in COSTS.values()]
     found = time_in_turn(recipes, device=CPU, rounds=2, now=PassClock(monkeypatch).now)
