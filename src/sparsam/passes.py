@@ -88,7 +88,7 @@ class Passes:
 
     def _start_from(self, random: RngState) -> None:
         self._before_first = random
-        self._versions = [(place, _version(place.buffer)) for place in self._places]
+        self._versions = [(place, version_of(place.buffer)) for place in self._places]
 
     def begin_second(self) -> None:
         """Start the second pass: random numbers from where the first pass started."""
@@ -182,7 +182,7 @@ class Place(NamedTuple):
 
     def moved(self, version: int) -> bool:
         """Tell whether the buffer was replaced, or changed in place since it had a version."""
-        return self.module._buffers.get(self.name) is not self.buffer or _version(self.buffer) != version
+        return self.module._buffers.get(self.name) is not self.buffer or version_of(self.buffer) != version
 
 
 class SavedBuffers:
@@ -292,5 +292,6 @@ def _places(modules: Iterable[nn.Module]) -> list[Place]:
     ]
 
 
-def _version(buffer: Tensor) -> int:
-    return -1 if buffer.is_inference() else buffer._version
+def version_of(t: Tensor) -> int:
+    """Return how often a tensor was changed in place; -1 for one of inference mode, which cannot be outside of it."""
+    return -1 if t.is_inference() else t._version

@@ -118,7 +118,7 @@ def test_too_little_memory_for_all_methods_is_said(tmp_path, monkeypatch):
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr("sparsam.training.turns.time_in_turn", time)
-    with pytest.raises(UserError, match=r"all runs are finished, but .* --rounds 0 leaves it out"):
+    with pytest.raises(UserError, match=r"all runs are finished, but .* name fewer, or leave it out"):
         compare_recipes(["digits-sgd"], 1, tmp_path, overrides=["train.max_steps=1"], device=CPU, rounds=1)
     assert RunDirectory(tmp_path / "digits-sgd-seed0").finished
 

@@ -12,6 +12,7 @@ from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from sparsam.passes import version_of
 from sparsam.randomness import RngState, get_rng_state, same_rng_state
 from sparsam.replay.autograd_graph import (
     leaf_of,
@@ -45,12 +46,7 @@ def keep(value: Any) -> Kept:
 
 
 def _versions(tensors: list[Tensor]) -> list[int]:
-    return [_version(t) for t in tensors]
-
-
-def _version(t: Tensor | None) -> int:
-    # Tensors of inference mode count no versions, and cannot be changed in place outside of it.
-    return -1 if t is None or t.is_inference() else t._version
+    return [version_of(t) for t in tensors]
 
 
 class PastCall(NamedTuple):
@@ -133,7 +129,7 @@ class Recorder:
     ) -> None:
         self.recording, self.reach, self.parameters, self.keeps_random = recording, reach, parameters, keeps_random
         self._detach: Callable[[Tensor], Tensor] = Tensor.detach
-        self._grads: list[tuple[Tensor, Tensor | None, int]] = []  # of parameters, with versions, at the model's call
+        self._grads: list[tuple[Tensor | None, int]] = []  # of the parameters, with versions, at the model's call
         self._known: set[Node] = set()  # nodes that modules have returned
 
     def model(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -191,7 +187,7 @@ class Recorder:
         if recording.arguments is None:
             recording.arguments = keep((args, kwargs))
             recording.start = get_rng_state(recording.devices)
-            self._grads = [(p, grad, _version(grad)) for p in self.parameters for grad in (p.grad,)]
+            self._grads = [_gradient(p) for p in self.parameters]
             if any(t.requires_grad and t.is_leaf for t in tensors_in(args, kwargs)):
                 recording.stay_open("the batch requires a gradient, which has to go all the way")
 
@@ -230,7 +226,9 @@ class Recorder:
             )
         if not self.keeps_random and recording.draws:
             recording.stay_open(f"random numbers are drawn before {recording.cut!r}, and were not in earlier steps")
-        changed = [p for p, grad, version in self._grads if p.grad is not grad or _version(grad) != version]
+        now = map(_gradient, self.parameters)
+        pairs = zip(self.parameters, self._grads, now, strict=True)
+        changed = [p for p, (old, before), (new, after) in pairs if old is not new or before != after]
         self.reach(recording, key, changed)
         if recording.before is not None and not recording.before.trained_after:
             recording.stay_open(f"nothing after {recording.cut!r} is trained")
@@ -245,6 +243,12 @@ class Recorder:
         for node in self._known | reachable_nodes(inputs, stop=self._known):
             if leaf_of(node) is None:
                 self.recording.hooks.append(node.register_prehook(lambda _: crossed.append(True)))
+
+
+def _gradient(p: Tensor) -> tuple[Tensor | None, int]:
+    """Return the gradient of a parameter, and its version."""
+    grad = p.grad
+    return grad, -1 if grad is None else version_of(grad)
 
 
 def plain_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

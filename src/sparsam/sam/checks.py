@@ -256,7 +256,7 @@ def check_gradients(params: Sequence[Tensor]) -> None:
 def check_any_gradient(params: Sequence[Tensor]) -> None:
     """Refuse a step without any gradient."""
     if all(p.grad is None for p in params):
-        raise UserRuntimeError("no parameter has a gradient: call backward() before the weights are perturbed")
+        raise UserRuntimeError("no parameter has a gradient: call backward() first")
 
 
 def check_state(

@@ -85,7 +85,7 @@ def time_steps(
         times = time_in_turn(methods, device=device, rounds=rounds)
     except torch.OutOfMemoryError as error:
         raise UserRuntimeError(
-            "all runs are finished, but there is too little memory to time them in turn; --rounds 0 leaves it out"
+            "all runs are finished, but there is too little memory to time them in turn; name fewer, or leave it out"
         ) from error
     ratios = dict(zip(methods, times, strict=True))
     for recipe, path in planned:
