@@ -99,8 +99,10 @@ def test_the_least_budget_is_that_of_a_cut_that_would_be_chosen():
     assert choose(costs, total_steps=5, budget=1.08).cut == "b"
 
 
-def test_of_two_alike_the_earlier_is_taken():
-    assert choose(counts(a=(1.2, 0.5), b=(1.1, 0.5)), total_steps=100, budget=1.5).cut == "a"
+def test_of_cuts_with_the_same_weights_the_cheapest_is_taken():
+    same = counts(a=(1.3, 0.5), b=(1.2, 0.5), head=(1.01, 0.0))
+    for given in ({"budget": 1.5}, {"fraction": 0.3}):  # enough for every step from any cut
+        assert choose(same, total_steps=100, **given).cut == "b"
 
 
 ABOVE_ONE = "budget must be a number above 1, what the base optimizer alone costs, but is "
@@ -283,21 +285,90 @@ def test_few_weights_give_a_warning():
         )
 
 
+def layers() -> nn.Sequential:
+    """Build six layers of 272 weights each."""
+    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+
+
+def chain(model, params=None, **arguments):
+    given = {"total_steps": 1000, "budget": 1.15, "params": params, "lr": 0.1, **arguments}
+    return thrifty(model, torch.optim.SGD, torch.ones(256, 16), **given)
+
+
+def cost_of(cut: int, *, trained: int, perturbed: int) -> float:
+    """Return the cost of a step of the chain, by hand, if so many of its layers are trained and perturbed."""
+    forward = 2 * 256 * 16 * 16 + ELEMENT * (2 * 256 * 16 + 16 * 16 + 16)  # with the bias
+    backward = 2 * 256 * 16 * 16 + ELEMENT * (2 * 256 * 16 + 16 * 16)  # of the input, and the same of the weight
+    after = (6 - cut) * (forward + 2 * backward) - (backward if cut == 0 else 0)
+    whole = 6 * (forward + 2 * backward) - backward
+    return 1 + (after + ELEMENT * FRIENDLY * 272 * perturbed) / (whole + ELEMENT * STEPPING * 272 * trained)
+
+
+@pytest.mark.parametrize(
+    ("trained", "cut", "perturbed"),
+    [(slice(0, 6), 0, 6), (slice(4, 6), 4, 2), (slice(2, 4), 2, 2), (slice(0, 2), 0, 2)],
+)
+def test_the_choice_counts_the_weights_that_are_trained(trained, cut, perturbed):
+    """No cut before which nothing is trained, or after which nothing is."""
+    model = layers()
+    choice = chain(model, model[trained].parameters()).choice
+    assert (choice.cut, choice.weights) == (str(cut), 1.0)
+    cost = cost_of(cut, trained=perturbed, perturbed=perturbed)
+    assert choice.fraction == int(1000 * 0.15 / (cost - 1)) / 1000
+    assert choice.cost == pytest.approx(1 + choice.fraction * (cost - 1))
+
+
+def test_without_params_everything_is_trained():
+    model = layers()
+    assert chain(model).choice == chain(model, model.parameters()).choice
+
+
+@pytest.mark.parametrize("frozen", ["by requires_grad", "by params"])
+def test_frozen_weights_do_not_count(frozen):
+    model = layers()
+    params = [*model[2:4].parameters()]
+    if frozen == "by requires_grad":
+        model[:2].requires_grad_(False)
+        model[4:].requires_grad_(False)
+        params = [*model.parameters()]
+    choice = chain(model, params, fraction=0.01).choice
+    assert (choice.cut, choice.weights) == ("2", 1.0)  # of all that perturb both, the cheapest
+    assert chain(model, params, cut="3", fraction=0.01).choice.weights == 0.5
+
+
+def test_few_of_the_weights_that_are_trained_give_a_warning():
+    """Of 2 · 272 + 16 weights, 16 follow the cut."""
+    model = layers()
+    with pytest.warns(UserWarning, match=r"thrifty perturbs few weights: from 5 on, 2\.86 % of the weights"):
+        chain(model, [*model[:2].parameters(), model[5].bias], cut="5")
+
+
 def test_params_must_hold_something_after_the_cut():
-    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
-    for params in (model[0].parameters(), nn.Linear(2, 2).parameters()):
-        with pytest.raises(ValueError, match=r"params must hold weights of the model from '3' on, .* but hold none"):
-            thrifty(model, torch.optim.SGD, torch.ones(64, 16), total_steps=100, cut="3", params=params, lr=0.1)
+    words = "params must hold weights of the model {}, where they are perturbed, but hold none that require a gradient"
+    model, elsewhere = layers(), nn.Linear(2, 2)
+    for module, cut, where in (
+        (model[0], "3", "from '3' on"),
+        (elsewhere, "3", "from '3' on"),
+        (elsewhere, None, "after a cut"),
+    ):
+        with pytest.raises(ValueError, match=f"^{words.format(where)}$"):
+            chain(model, module.parameters(), cut=cut)
+
+
+def test_params_must_be_parameters():
+    model = layers()
+    with pytest.raises(TypeError, match=r"params must be parameters .*, but is a module; pass model.parameters\(\)"):
+        chain(model, model)
 
 
 def test_weights_are_those_of_params():
-    """Of the last three layers, two follow the cut."""
-    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
-    given = {"total_steps": 100, "cut": "2", "fraction": 0.5, "lr": 0.1}
-    all_of_them = thrifty(model, torch.optim.SGD, torch.ones(64, 16), params=model.parameters(), **given)
-    assert all_of_them.choice.weights == 0.5
-    some = thrifty(model, torch.optim.SGD, torch.ones(64, 16), params=[*model[1:].parameters()], **given)
-    assert some.choice.weights == pytest.approx(2 / 3)
+    """Of the last three layers, two follow the cut, and are perturbed."""
+    model = layers()
+    assert chain(model, model.parameters(), cut="4").choice.weights == pytest.approx(1 / 3)
+    opt = chain(model, model[3:].parameters(), cut="4", fraction=1.0)
+    assert opt.choice.weights == pytest.approx(2 / 3)
+    opt.step(closure_of(model, opt.zero_grad, (torch.randn(8, 16), torch.randint(16, (8,)))))
+    assert [bool(m.all()) for m in opt.masks()] == [False] * 2 + [True] * 4
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,8 @@ from sparsam.distributed.shards import any_dtensor, fsdp_modules
 from sparsam.errors import UserTypeError, UserValueError, warn
 from sparsam.masks import SuffixMask
 from sparsam.replay import CountedCut, Counts, count_costs
-from sparsam.replay.modules import parameters_before_by_order, unwrap
 from sparsam.sam import SAM
-from sparsam.sam.checks import check_base_class, check_names, option_names
+from sparsam.sam.checks import check_base, check_base_class, check_names, check_params, option_names
 from sparsam.schedules import LastSteps
 
 BUDGET = 1.15
@@ -59,7 +58,7 @@ class Choice(NamedTuple):
     cut: str
     """The name of the module whose input is the cut."""
     weights: float
-    """The fraction of the weights that follow the cut."""
+    """Of the weights that are trained, the fraction that follow the cut."""
     fraction: float
     """Of the steps, those that are sharpness-aware: the last ones."""
     total_steps: int
@@ -110,7 +109,8 @@ def thrifty(
         total_steps: The number of optimizer steps of the training.
         budget: What the training may cost, relative to that of the base optimizer alone; above 1.
         rho: The radius of the perturbation.
-        params: Parameters or parameter groups; None: all of the model's.
+        params: Parameters or parameter groups; None: all of the model's. Weights that are not among them, or require no
+            gradient, do not count in the choice.
         cut: The name of the module from which on weights are perturbed; None: chosen.
         fraction: Of the steps that are sharpness-aware; None: as much as the budget allows. Where both are given, the
             budget does not matter.
@@ -137,19 +137,22 @@ def thrifty(
             "model must not be sharded (fully_shard, tensor parallelism): both passes of its steps run in full, and "
             "the budget would not be kept. Use SAM with LastSteps, of which a step costs two"
         )
-    counts = count_costs(model, example_inputs)
+    check_params(params)
+    base_optimizer = base(
+        model.parameters() if params is None else params, **{name: base_arguments[name] for name in to_base}
+    )
+    check_base(base_optimizer)
+    trained = [p for group in base_optimizer.param_groups for p in group["params"]]
+    counts = count_costs(model, example_inputs, trained)
     choice = choose(counts, total_steps=total_steps, budget=budget, cut=cut, fraction=fraction)
-    opt = ThriftySAM(
-        model.parameters() if params is None else params,
-        base,
+    opt = ThriftySAM.wrap(
+        base_optimizer,
         rho=rho,
         mask=SuffixMask(model, choice.cut),
         ascent=FriendlyAscent(),
         schedule=LastSteps(choice.fraction, total_steps),
-        **base_arguments,
+        **{name: base_arguments[name] for name in PASSED_ON if name in base_arguments},
     )
-    if params is not None:
-        choice = choice._replace(weights=_share_after(choice, model, opt))
     opt.choice = choice
     _log.info("thrifty: %s", choice)
     if choice.weights < FEW_WEIGHTS:
@@ -157,21 +160,6 @@ def thrifty(
     if cut is None and fraction is None and budget > 2 * choice.cost:
         warn(f"budget is {budget:g}, far more than can be spent ({choice}); it is a factor, such as {BUDGET}")
     return opt
-
-
-def _share_after(choice: Choice, model: nn.Module, opt: SAM) -> float:
-    """Return which share of an optimizer's weights follow the cut, if it may not have all of the model's."""
-    held: list[Tensor] = [p for group in opt.param_groups for p in group["params"]]
-    if set(held) == {p for p in model.parameters() if p.requires_grad}:
-        return choice.weights
-    before = parameters_before_by_order(unwrap(model), choice.cut)
-    after = set(model.parameters()) - before
-    weights = sum(p.numel() for p in held if p in after)
-    if not weights:
-        raise UserValueError(
-            f"params must hold weights of the model from {choice.cut!r} on, where they are perturbed, but hold none"
-        )
-    return weights / sum(p.numel() for p in held)
 
 
 def choose(
@@ -198,7 +186,15 @@ def choose(
             f"cut must be where the model can be cut, such as {', '.join(map(repr, close))}, but is {given}; "
             f"find_cuts(model, closure) and `sparsam cuts` list all"
         )
-    allowed = {c: cost for c, cost in costs.items() if cut in (None, c.name)}
+    # Of cuts with the same weights after them the last costs least.
+    useful = {c.weights: c for c in costs if c.weights}.values()
+    allowed = {c: cost for c, cost in costs.items() if c.name == cut or (cut is None and c in useful)}
+    if not any(c.weights for c in allowed):
+        where = "after a cut" if cut is None else f"from {cut!r} on"
+        raise UserValueError(
+            f"params must hold weights of the model {where}, where they are perturbed, but hold none that require a "
+            f"gradient"
+        )
     if fraction is None:
         worthy = [c for c in allowed if c.weights >= FEW_WEIGHTS] or [*allowed]
         steps = {c: math.floor(bought(budget, allowed[c]) * total_steps + 1e-6) for c in worthy}
@@ -216,8 +212,8 @@ def choose(
     else:
         affordable = [c for c, cost in allowed.items() if cut is not None or fraction <= bought(budget, cost)]
         if not affordable:
-            cheapest = min(costs, key=lambda c: costs[c])
-            least = 1 + fraction * (costs[cheapest] - 1)
+            cheapest = min(allowed, key=lambda c: allowed[c])
+            least = 1 + fraction * (allowed[cheapest] - 1)
             raise UserValueError(
                 f"budget must be at least {_rounded_up(least)} for the last {100 * fraction:.3g} % of the steps, even "
                 f"from {cheapest.name!r} on, but is {budget:g}"

@@ -16,7 +16,7 @@ few FLOPs and large activations. On other devices c is another number: `sparsam 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from sparsam.checks import check_module
 from sparsam.errors import UserError, UserValueError
 from sparsam.passes import is_compiled, model_arguments, preserve_state
 from sparsam.replay.autograd_graph import tensors_in
-from sparsam.replay.cuts import find_cuts, spans_after
+from sparsam.replay.cuts import parameters_after, spans_after, weight_count
 from sparsam.replay.modules import unwrap
 
 ELEMENT = 2000  # c: the FLOPs that take as long as to read or write an element
@@ -58,7 +58,7 @@ class CountedCut(NamedTuple):
     name: str
     """Of the module."""
     weights: float
-    """The fraction of the weights that are used after the cut and nowhere before."""
+    """Of the weights that are trained, the fraction that are used after the cut and nowhere before."""
     after: Work
     """Of forward and backward, what follows the cut."""
 
@@ -69,7 +69,7 @@ class Counts(NamedTuple):
     whole: Work
     """Of forward and backward."""
     weights: int
-    """That require a gradient."""
+    """That are trained."""
     cuts: list[CountedCut]
     """Earliest first."""
 
@@ -87,7 +87,7 @@ class Counts(NamedTuple):
         return 1 + extra / _weighed(self.whole, STEPPING * self.weights)
 
 
-def count_costs(model: nn.Module, example_inputs: Any) -> Counts:
+def count_costs(model: nn.Module, example_inputs: Any, params: Iterable[Tensor] | None = None) -> Counts:
     """Count what a step of a model takes, in all and after each of its cuts.
 
     The model runs twice, forward and backward, in the mode it is in and from a fixed seed. Buffers, gradients, random
@@ -97,6 +97,8 @@ def count_costs(model: nn.Module, example_inputs: Any) -> Counts:
         model: The network.
         example_inputs: A batch as in training: `model(example_inputs)` is called (`model(*example_inputs)` for a tuple
             or a list, `model(**example_inputs)` for a dict).
+        params: Those that are trained, if they require a gradient; None: all of the model's. A pass computes the
+            gradients of the others too.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> counts = count_costs(model, torch.ones(3, 4))
@@ -123,13 +125,16 @@ def count_costs(model: nn.Module, example_inputs: Any) -> Counts:
 
     with _same_everywhere(network):
         hidden = any(is_compiled(module) and network in set(module.modules()) for module in model.modules())
-        cuts = [] if hidden else find_cuts(network, run, passes=0)
+        with preserve_state(network):
+            places = {"": frozenset[Tensor]()} if hidden else parameters_after(network, run)
         counter = _Counter()
         with preserve_state(network), counter:
-            spans = spans_after(network, [cut.name for cut in cuts], run, lambda: counter.work)
-    after = {name: end.minus(start) for name, (start, end) in spans.items()}
-    weights = sum(p.numel() for p in network.parameters() if p.requires_grad)
-    return Counts(after[""], weights, [CountedCut(cut.name, cut.weights, after[cut.name]) for cut in cuts])
+            spans = spans_after(network, [name for name in places if name], run, lambda: counter.work)
+    work = {name: end.minus(start) for name, (start, end) in spans.items()}
+    trained = {p for p in (network.parameters() if params is None else params) if p.requires_grad}
+    used = max(1, weight_count(places.pop("") & trained))
+    cuts = [CountedCut(name, weight_count(after & trained) / used, work[name]) for name, after in places.items()]
+    return Counts(work[""], weight_count(trained), cuts)
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ follows the cut: one pass, forward and backward, gives it for all cuts at once.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -77,7 +77,8 @@ def find_cuts(
             f"run must be a function that computes the loss and calls backward(), but is a {type(run).__name__}"
         )
     with preserve_state(model):
-        places = _cut_weights(unwrap(model), run)
+        places = parameters_after(unwrap(model), run)
+    total = weight_count(places.pop(""))
     steps: dict[str, float] = {}
     if passes:
         clock = clock or Clock(next(p.device for p in model.parameters()), device_time)
@@ -88,7 +89,12 @@ def find_cuts(
             if i >= WARM_UP:
                 measured.append(shares)
         steps = {name: statistics.median(shares[name] for shares in measured) for name in places}
-    return [Cut(name, weights, steps.get(name)) for name, weights in places.items()]
+    return [Cut(name, weight_count(after) / total, steps.get(name)) for name, after in places.items()]
+
+
+def weight_count(params: Iterable[Tensor]) -> int:
+    """Return how many weights some parameters have."""
+    return sum(p.numel() for p in params)
 
 
 class _Visit(NamedTuple):
@@ -100,8 +106,11 @@ class _Visit(NamedTuple):
     input: Kept
 
 
-def _cut_weights(model: nn.Module, run: Callable[[], Any]) -> dict[str, float]:
-    """Return the cuts by name, each with the fraction of the weights that follow it."""
+def parameters_after(model: nn.Module, run: Callable[[], Any]) -> dict[str, frozenset[Tensor]]:
+    """Run one pass; return the cuts by name, each with the parameters that are used after it and nowhere before.
+
+    Only parameters that require a gradient count. The name "" stands for all that are used.
+    """
     visits: dict[str, _Visit] = {}
     roots: list[Tensor] = []
     first_use: dict[Tensor, int] = {}
@@ -148,15 +157,14 @@ def _cut_weights(model: nn.Module, run: Callable[[], Any]) -> dict[str, float]:
         crossing = np.flatnonzero((sources >= visit.start) & (targets < visit.start))
         return visit.input.unchanged and all(sources[i] < visit.end and inner[i][2] in inputs for i in crossing)
 
-    total = sum(p.numel() for p in first_use)
     by_place: dict[int, str] = {}
     for v in sorted(visits.values(), key=lambda v: (v.start, -v.end, v.name.count("."))):  # the outermost first
         if v.name and is_cut(v):
             by_place.setdefault(v.start, v.name)
-    by_weights = {
-        sum(p.numel() for p, use in first_use.items() if use >= start): name for start, name in by_place.items()
+    by_parameters = {
+        frozenset(p for p, use in first_use.items() if use >= start): name for start, name in by_place.items()
     }
-    return {name: count / total for count, name in by_weights.items() if count}
+    return {"": frozenset(first_use), **{name: after for after, name in by_parameters.items() if weight_count(after)}}
 
 
 def _node_count() -> int:

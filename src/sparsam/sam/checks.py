@@ -63,9 +63,14 @@ def check_arguments(params: Any, base_optimizer: Any, sam: type[Any], given: Ite
         given: Names of arguments for the base optimizer.
     """
     check_base_class("base_optimizer", base_optimizer)
+    check_params(params)
+    check_names("SAM", option_names(sam), base_optimizer, given)
+
+
+def check_params(params: Any) -> None:
+    """Refuse a model for its parameters."""
     if isinstance(params, nn.Module):
         raise UserTypeError("params must be parameters or parameter groups, but is a module; pass model.parameters()")
-    check_names("SAM", option_names(sam), base_optimizer, given)
 
 
 def check_base_class(name: str, base_optimizer: Any) -> None:
