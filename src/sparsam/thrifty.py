@@ -157,8 +157,6 @@ def thrifty(
     _log.info("thrifty: %s", choice)
     if choice.weights < FEW_WEIGHTS:
         warn(f"thrifty perturbs few weights: {choice}; a larger budget, a smaller fraction, or cut=, perturbs more")
-    if cut is None and fraction is None and budget > 2 * choice.cost:
-        warn(f"budget is {budget:g}, far more than can be spent ({choice}); it is a factor, such as {BUDGET}")
     return opt
 
 
@@ -209,6 +207,11 @@ def choose(
             )
         chosen = max(worthy, key=lambda c: _gain(c.weights, steps[c] / total_steps))
         fraction = steps[chosen] / total_steps
+        if cut is None and budget > 2 * allowed[chosen]:
+            warn(
+                f"budget is {budget:g}, far more than {allowed[chosen]:.2f}, what a training costs if every step "
+                f"perturbs from {chosen.name!r} on; it is a factor, such as {BUDGET}"
+            )
     else:
         affordable = [c for c, cost in allowed.items() if cut is not None or fraction <= bought(budget, cost)]
         if not affordable:
