@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from sparsam import SAM, CapturedStep, RandomMask, SuffixMask, thrifty
 from sparsam.models import build_model
-from sparsam.runs.step_time import StepRatio
+from sparsam.step_cost import StepRatio
 
 RHO = 0.05
 SETTINGS = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-3}

@@ -16,7 +16,7 @@ from in_turn import machine, write
 
 from sparsam.perturbation import perturb, restore
 from sparsam.replay.clock import Clock
-from sparsam.runs.step_time import StepRatio
+from sparsam.step_cost import StepRatio
 
 RHO = 0.05
 CASES = {"all weights": (False, False), "half of them, at random": (True, False), "adaptive": (False, True)}

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from sparsam import SAM, CapturedStep, FriendlyAscent, MomentumAscent, RandomMask, SuffixMask
 from sparsam.models import build_model
 from sparsam.report.styles import METHODS as STYLES
-from sparsam.runs.step_time import StepRatio
+from sparsam.step_cost import StepRatio
 from sparsam.training.flops import theoretical_flops
 
 CUTS = {  # module names, and what people call what follows them

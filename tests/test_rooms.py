@@ -22,7 +22,7 @@ LAYERS = [  # of the core: each may import itself and what stands above it here
     ("masks", "ascents", "rho"),
     ("schedules",),
     ("sam",),
-    ("thrifty", "cuda_graph"),
+    ("thrifty", "step_cost", "cuda_graph"),
     ("__init__",),
 ]
 CORE = set().union(*LAYERS)

@@ -21,6 +21,7 @@ from sparsam.replay import Cut, find_cuts
 from sparsam.rho import ConstantRho, CosineRho, InverseSqrtRho, ProportionalRho
 from sparsam.sam import SAM, SAMState
 from sparsam.schedules import EveryNth, EveryStep, LastSteps, Schedule
+from sparsam.step_cost import StepRatio, measure_cost
 from sparsam.thrifty import thrifty
 
 __all__ = [
@@ -47,11 +48,13 @@ __all__ = [
     "RandomMask",
     "SAMState",
     "Schedule",
+    "StepRatio",
     "SuffixMask",
     "TopKMask",
     "__version__",
     "diagonal_fisher",
     "find_cuts",
+    "measure_cost",
     "refresh_batchnorm",
     "thrifty",
 ]

@@ -12,7 +12,7 @@ from commands import ROOT, invoke
 from sparsam.reproduce.table import FISHER_SECONDS
 from sparsam.reproduce.times import AT_ONCE
 from sparsam.runs.run import read_run
-from sparsam.runs.step_time import StepRatio
+from sparsam.step_cost import StepRatio
 from sparsam.training.environment import git_commit
 
 OWN = """

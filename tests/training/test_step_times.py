@@ -12,7 +12,7 @@ from sparsam.errors import UserError
 from sparsam.fisher import diagonal_fisher
 from sparsam.runs.directory import RunDirectory
 from sparsam.runs.recipe import load_recipe
-from sparsam.runs.step_time import StepRatio
+from sparsam.step_cost import StepRatio
 from sparsam.training.comparison import compare_recipes
 from sparsam.training.environment import git_commit
 from sparsam.training.step_times import WARM_UP, Part, time_in_turn

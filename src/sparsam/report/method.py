@@ -13,7 +13,7 @@ from statistics import fmean, median, stdev
 
 from sparsam.runs.run import Run
 from sparsam.runs.same import different_settings
-from sparsam.runs.step_time import StepRatio
+from sparsam.step_cost import StepRatio
 
 # Settings in which the seeds of one method may differ without a note.
 NOT_NOTED = {"train.seed", "mask.seed", "mask.inner.seed", "data.root", "data.workers", "train.checkpoint_epochs"}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparsam.report.method import Method, Statistic
-from sparsam.runs.step_time import StepRatio
+from sparsam.step_cost import StepRatio
 
 NONE = "–"
 STEP_TIME = "Step time (measured)"

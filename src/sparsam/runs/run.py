@@ -13,7 +13,8 @@ from sparsam.runs.directory import RunDirectory
 from sparsam.runs.files import RunError
 from sparsam.runs.recipe import RecipeError, images_to_evaluate, recipe_from
 from sparsam.runs.record import Record, is_number, shown
-from sparsam.runs.step_time import StepRatio, step_time
+from sparsam.runs.step_time import step_time
+from sparsam.step_cost import StepRatio
 
 TEXTS = ("model.name", "data.name", "mask.name", "train.precision")  # keys of recipe.json that Run relies on
 NUMBERS = ("data.batch_size", "optimizer.weight_decay", "sam.rho", "train.epochs")

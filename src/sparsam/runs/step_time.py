@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from statistics import median, quantiles
-from typing import Any
+from collections.abc import Iterable
+from statistics import median
 
 
 def step_time(epochs: Iterable[tuple[float, float | None]]) -> float:
@@ -26,27 +24,3 @@ def step_time(epochs: Iterable[tuple[float, float | None]]) -> float:
         # A step that perturbs anything at all takes a second pass.
         alike[None if perturbed is None else (perturbed > 0, round(perturbed, 2))].append(time)
     return sum(len(times) * median(times) for times in alike.values()) / sum(map(len, alike.values()))
-
-
-@dataclass(frozen=True)
-class StepRatio:
-    """Of the ratios of a method's step to the base optimizer's in the same round: the median and the quartiles."""
-
-    median: float
-    low: float
-    high: float
-    rounds: int
-
-    @classmethod
-    def of(cls, ratios: Sequence[float]) -> StepRatio:
-        """Return what matters of the ratios of all rounds.
-
-        >>> StepRatio.of([1.9, 2.0, 9.0])
-        StepRatio(median=2.0, low=1.95, high=5.5, rounds=3)
-        """
-        low, middle, high = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else 3 * [*ratios]
-        return cls(middle, low, high, len(ratios))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-        return asdict(self)

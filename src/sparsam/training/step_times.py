@@ -24,8 +24,8 @@ from sparsam.replay.clock import Clock
 from sparsam.runs.build import build_loader, build_network
 from sparsam.runs.config import MaskConfig
 from sparsam.runs.recipe import Recipe
-from sparsam.runs.step_time import StepRatio
 from sparsam.schedules import EveryNth, EveryStep
+from sparsam.step_cost import StepRatio
 from sparsam.training.build import Context, build_ascent, build_base, build_mask, build_sam, build_schedule
 from sparsam.training.step import TrainingStep, is_captured
 from sparsam.training.trainer import prepare_torch, total_steps
