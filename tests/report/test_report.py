@@ -389,7 +389,9 @@ def test_head_of_the_page(tmp_path):
     runs = [
         *make_runs(tmp_path / "runs"),
         make_run(tmp_path, "sam", 2, environment={"device": "NVIDIA H200", "git": "0123456789ab+"}),
-        make_run(tmp_path, "sam", 2, environment={"processor": "A chip", "threads": 1}),
+        make_run(
+            tmp_path, "sam", 2, environment={"processor": "A chip", "threads": 1, "start": {"git": "ab0123456789"}}
+        ),
     ]
     page = elements(runs, tmp_path)
     facts = dict(zip((t for _, t in page.of("dt")), (t for _, t in page.of("dd")), strict=True))
@@ -397,6 +399,6 @@ def test_head_of_the_page(tmp_path):
     assert facts["Date"] == "2026-02-01 to 2026-02-03"
     assert facts["Hardware"] == "CPU, 2 threads / NVIDIA H200 / A chip, 1 thread"
     assert facts["Versions"] == "sparsam 0.1.0, torch 2.13.0, python 3.11.7"
-    assert facts["Commit"] == "0123456789ab+"
+    assert facts["Commit"] == "0123456789ab+ / ab0123456789"
     lead = next(text for attributes, text in page.of("p") if attributes.get("class") == "lead")
     assert lead.startswith("3 methods, each trained for 12 epochs with 2 to 4 seeds, compared by")

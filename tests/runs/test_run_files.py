@@ -123,6 +123,22 @@ def test_results_compare_if_the_same_was_asked_for(tmp_path):
         check_shared(runs, [{"rho": 0.1}, {"rho": 0.2}], ["samples", "rho"])
 
 
+@pytest.mark.parametrize(
+    ("environment", "commits"),
+    [
+        ({"git": "own"}, ["own"]),
+        ({}, [None]),
+        ({"git": "own", "start": {"run": "x", "steps": 5}}, ["own"]),  # not noted
+        ({"git": "own", "start": {"run": "x", "git": "own"}}, ["own"]),
+        ({"git": "own", "start": {"run": "x", "git": "first"}}, ["first", "own"]),
+        ({"git": "own", "start": {"git": "second", "start": {"git": "first"}}}, ["first", "second", "own"]),
+        ({"git": "own", "resumed": [{"steps": 3}, {"steps": 4, "git": "late+"}]}, ["own", "late+"]),
+    ],
+)
+def test_all_commits_that_steps_were_taken_with(tmp_path, environment, commits):
+    assert read_run(make_run(tmp_path, environment=environment)).commits == commits
+
+
 def test_a_recipe_of_another_version_has_a_name(tmp_path):
     run = make_run(tmp_path, "sam", finished=False)
     assert read_run(run).method == "SAM"

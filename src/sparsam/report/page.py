@@ -97,7 +97,7 @@ def _facts(runs: Sequence[Run]) -> Iterable[tuple[str, str]]:
         "Versions",
         ", ".join(f"{key} {_distinct(run.environment[key] for run in runs)}" for key in ("sparsam", "torch", "python")),
     )
-    commits = [str(run.environment["git"]) for run in runs if run.environment.get("git")]
+    commits = [commit for run in runs for commit in run.commits if commit]
     if commits:
         yield "Commit", _distinct(commits)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -77,6 +78,11 @@ class Run:
         return self.setup, self.recipe["data"]["batch_size"], self.recipe["train"]["precision"], machine
 
     @property
+    def commits(self) -> list[str | None]:
+        """The git commits that its steps were taken with, each once; None: outside a checkout, or not noted."""
+        return list(dict.fromkeys(_commits(self.environment))) or [None]
+
+    @property
     def planned_epochs(self) -> int | None:
         """How many epochs the run has when it is finished, the last of them perhaps in part.
 
@@ -115,6 +121,15 @@ class Run:
     def weight_decay(self) -> float:
         """The weight decay of the base optimizer."""
         return float(self.recipe["optimizer"]["weight_decay"])
+
+
+def _commits(environment: dict[str, Any]) -> Iterator[str | None]:
+    """Yield the commits of a shared start, of the run itself and of where it was resumed, if they were noted."""
+    if "start" in environment:
+        yield from _commits(environment["start"])
+    for part in (environment, *environment.get("resumed", [])):
+        if "git" in part:
+            yield part["git"]
 
 
 def read_run(directory: str | Path) -> Run:
