@@ -226,11 +226,27 @@ def test_a_page_of_all_tables(own, reproduced, tmp_path):
     invoke("reproduce", own, "--from", output, "--markdown", tmp_path / "RESULTS.md")
     text = (tmp_path / "RESULTS.md").read_text()
     assert "## Table 1: Digits" in text
-    assert "**Scaled down to 2 epochs** of the paper's 15:" in text
+    assert "**Scaled down to 2 epochs** of 15:" in text
     found = accuracy(output, "digits-sgd-epochs2")
     assert f"| digits-sgd | 90.00 | {fmean(found):.2f} ± {stdev(found):.2f} | 2 |" in text
     assert text.endswith("A known difference.\n")
     assert "## Figure" not in text
+    assert text.startswith(f"# Tables\n\n`sparsam reproduce {own} --from {output} ")
+    assert f"`sparsam reproduce {own} --only ROW` trains one." in text
+    assert "Accuracies are those of the last epoch" in text
+    assert "paper" not in text.lower()
+
+
+def test_a_page_names_the_commits_of_shared_starts(own, reproduced, tmp_path):
+    output, _ = reproduced
+    copies = tmp_path / "runs"
+    shutil.copytree(output, copies, ignore=shutil.ignore_patterns("checkpoints", "figure*"))
+    for i, file in enumerate(sorted(copies.glob("*/environment.json"))):
+        environment = json.loads(file.read_text())
+        start = {"run": "x", "steps": 3, "git": "aaaaaaaaaaaa"} if i == 0 else {"run": "x", "steps": 3}
+        file.write_text(json.dumps({**environment, "git": "bbbbbbbbbbbb", "start": start}))
+    invoke("reproduce", own, "--from", copies, "--markdown", tmp_path / "RESULTS.md")
+    assert re.search(r"; commit aaaaaaaaaaaa,\sbbbbbbbbbbbb[;.]", (tmp_path / "RESULTS.md").read_text())
 
 
 def test_the_list_has_every_row():

@@ -297,7 +297,7 @@ def _show(
 
 def _list(experiments: Sequence[Experiment]) -> None:
     from sparsam.report.table import NONE, Cell, Table
-    from sparsam.reproduce.table import FLOPS, reference_heading
+    from sparsam.reproduce.table import FLOPS, fisher_heading, reference_heading
 
     for experiment in experiments:
         rows = tuple(
@@ -309,7 +309,7 @@ def _list(experiments: Sequence[Experiment]) -> None:
             )
             for row in experiment.rows
         )
-        columns = ("Row", reference_heading(experiment), FLOPS, "Fisher, paper")
+        columns = ("Row", reference_heading(experiment), FLOPS, fisher_heading(experiment))
         print_table(experiment.heading(), Table(columns, rows))
 
 

@@ -1,4 +1,4 @@
-"""A page in Markdown: every table of the paper with our numbers, and what is known about the differences."""
+"""A page in Markdown: tables with our numbers beside the paper's, and what is known about the differences."""
 
 from __future__ import annotations
 
@@ -13,18 +13,24 @@ from sparsam.reproduce.table import FISHER_SECONDS, paper_table
 from sparsam.runs.run import Run
 
 WIDTH = 120  # of a line
-SHORTEST = 0.1  # of the paper's epochs; shorter runs were made to time steps
+SHORTEST = 0.1  # of the rows' own epochs; shorter runs were made to time steps
 
-HEAD = """# The paper's tables, and ours
+HEAD = """# {title}
 
 `sparsam reproduce {names} --from {folder} --markdown {file}` writes this page from the runs in `{folder}`. There are
-runs of {found} of {total} rows. `sparsam reproduce TABLE --only ROW` trains one.
-
+runs of {found} of {total} rows. `sparsam reproduce {table} --only ROW` trains one.
+"""
+OF_PAPER = """
 Mi et al., "Make Sharpness-Aware Minimization Stronger: A Sparsified Perturbation Approach", NeurIPS 2022. The paper has
 the highest accuracy of all epochs on the test images; ours is that of the last epoch, as mean ± sample standard
 deviation over n seeds. FLOPs are theoretical, by the paper's formula, which does not know that SSAM-C and thrifty SAM
 compute nothing before a cut twice. Time is measured. Rows marked "ours" are not in the paper. A + after a commit: the
 run was made with changes to it.
+"""
+OF_OWN = """
+Accuracies are those of the last epoch, as mean ± sample standard deviation over n seeds. References are numbers from
+the table's file. FLOPs are theoretical: they do not know that SSAM-C and thrifty SAM compute nothing before a cut
+twice. Time is measured. A + after a commit: the run was made with changes to it.
 """
 
 
@@ -42,8 +48,18 @@ def results_page(
     """
     results = {result.recipe.name: result for table in tables for result in compare(table, runs)}
     found = sum(result.method is not None for result in results.values())
-    head = HEAD.format(names=" ".join(names), folder=folder, file=file, found=found, total=len(results))
-    return "\n".join([head, *(_section(table, runs, folder) for table in tables)])
+    of_paper = any(table.of_paper for table in tables)
+    head = HEAD.format(
+        title="The paper's tables, and ours" if of_paper else "Tables",
+        names=" ".join(names),
+        folder=folder,
+        file=file,
+        found=found,
+        total=len(results),
+        table="TABLE" if of_paper else " ".join(names),
+    )
+    words = OF_PAPER if of_paper else OF_OWN
+    return "\n".join([head + words, *(_section(table, runs, folder) for table in tables)])
 
 
 def _section(experiment: Experiment, runs: Sequence[Run], folder: Path) -> str:
@@ -66,7 +82,8 @@ def _tables(experiment: Experiment, runs: Sequence[Run]) -> Iterator[str]:
         if epochs < SHORTEST * min(result.recipe.train.epochs for result in full):
             continue
         found = [r for r in compare(experiment, runs, [f"train.epochs={epochs}"]) if r.method]
-        yield f"**Scaled down to {epochs} epochs** of the paper's {_epochs(full)}:"
+        whose = "the paper's " if experiment.of_paper else ""
+        yield f"**Scaled down to {epochs} epochs** of {whose}{_epochs(full)}:"
         yield markdown(paper_table(experiment, found))
         yield from _made_on(found)
 
@@ -81,7 +98,7 @@ def _made_on(results: Sequence[Result]) -> Iterator[str]:
         _distinct(run.environment["device"] for run in runs),
         f"torch {_distinct(run.environment['torch'] for run in runs)}",
         f"precision {_distinct(run.recipe['train']['precision'] for run in runs)}",
-        f"commit {_distinct(run.environment['git'] for run in runs)}",
+        f"commit {_distinct(commit for run in runs for commit in run.commits)}",
     ]
     if times:
         torch, commit = (_distinct(about.get(key) for about in times) for key in ("torch", "git"))

@@ -18,7 +18,7 @@ def paper_table(experiment: Experiment, results: Sequence[Result]) -> Table:
     """Return one row for each result. Those that the paper lacks are marked in its own tables, if it has any."""
     printed = experiment.of_paper and any(result.row.paper is not None for result in results)
     timed = any(result.row.seconds is not None for result in results)
-    fisher = ("Fisher, paper", "Fisher, ours") if timed else ()
+    fisher = (fisher_heading(experiment), "Fisher, ours") if timed else ()
     set_against = any(result.other for result in results)
     against = (f"Minus {experiment.against.name} (95 % interval)",) if experiment.against and set_against else ()
     reference, ours = reference_heading(experiment), _ours(results)
@@ -30,6 +30,11 @@ def paper_table(experiment: Experiment, results: Sequence[Result]) -> Table:
 def reference_heading(experiment: Experiment) -> str:
     """Name the column of the numbers that ours are compared with."""
     return PAPER if experiment.of_paper else REFERENCE
+
+
+def fisher_heading(experiment: Experiment) -> str:
+    """Name the column of the times that ours are compared with."""
+    return f"Fisher, {'paper' if experiment.of_paper else 'reference'}"
 
 
 def _ours(results: Sequence[Result]) -> str:
