@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import resource
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -41,19 +42,38 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path):
     assert path.read_text() == "old"
 
 
-@pytest.mark.parametrize("write", [replace_file, save_checkpoint], ids=["text", "checkpoint"])
-def test_a_full_disk_is_named_and_leaves_the_old_file(tmp_path, write):
-    path, limit = tmp_path / "file", resource.getrlimit(resource.RLIMIT_FSIZE)
-    path.write_text("old")
-    content = {replace_file: "x" * 1_000_000, save_checkpoint: {"model": torch.zeros(1_000_000)}}[write]
+@contextmanager
+def full_disk():
+    """No file can grow beyond 100,000 bytes."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
     try:
-        with pytest.raises(RunError, match=rf"^{path} cannot be written: .*File too large"):
-            write(path, content)
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+
+@pytest.mark.parametrize("write", [replace_file, save_checkpoint], ids=["text", "checkpoint"])
+def test_a_full_disk_is_named_and_leaves_the_old_file(tmp_path, write):
+    path = tmp_path / "file"
+    path.write_text("old")
+    content = {replace_file: "x" * 1_000_000, save_checkpoint: {"model": torch.zeros(1_000_000)}}[write]
+    with full_disk(), pytest.raises(RunError, match=rf"^{path} cannot be written: .*File too large"):
+        write(path, content)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_is_named_and_leaves_earlier_epochs(tmp_path):
+    run = RunDirectory(make_run(tmp_path, epochs=2, finished=False))
+    before, path = run.metrics(), run.path / "metrics.jsonl"
+    with full_disk(), pytest.raises(RunError, match=rf"^{path} cannot be written: .*File too large"):
+        run.add_metrics({**before[1], "epoch": 3, "mask_density": {f"block{i}": 0.5 for i in range(10_000)}})
+    assert path.stat().st_size == 100_000  # the half of a line
+    assert run.metrics() == before
+    run.keep_epochs(2)  # as a resumed run does
+    run.add_metrics({**before[1], "epoch": 3})
+    assert run.metrics() == [*before, {**before[1], "epoch": 3}]
 
 
 def test_what_cannot_be_read(tmp_path):

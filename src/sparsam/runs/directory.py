@@ -13,13 +13,12 @@ tensorboard/        events, if the recipe asks for them
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from sparsam.runs.files import RunError, read_text, replace_file
+from sparsam.runs.files import RunError, append_line, read_text, replace_file
 from sparsam.runs.lock import Lock
 from sparsam.runs.recipe import Recipe, RecipeError, recipe_from
 from sparsam.runs.record import Record
@@ -150,11 +149,8 @@ class RunDirectory:
         replace_file(self.path / "metrics.jsonl", "".join(json.dumps(m) + "\n" for m in epochs))
 
     def add_metrics(self, metrics: dict[str, Any]) -> None:
-        """Append the metrics of an epoch."""
-        with (self.path / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(metrics) + "\n")
-            file.flush()
-            os.fsync(file.fileno())  # before the checkpoint that relies on it
+        """Append the metrics of an epoch, before the checkpoint that relies on them."""
+        append_line(self.path / "metrics.jsonl", json.dumps(metrics))
 
     def add_events(self, metrics: dict[str, Any]) -> None:
         """Write the metrics of an epoch as TensorBoard events."""

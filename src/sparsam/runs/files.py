@@ -46,4 +46,19 @@ def replace_file(path: Path, content: str | Callable[[IO[bytes]], object]) -> No
     except OSError as error:
         with suppress(OSError):
             unfinished.unlink()  # it may have filled the disk
-        raise RunError(f"{path} cannot be written: {error}") from error
+        raise _not_written(path, error) from error
+
+
+def append_line(path: Path, line: str) -> None:
+    """Write a line at the end of a text file. When this returns, it is on the disk."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise _not_written(path, error) from error
+
+
+def _not_written(path: Path, error: OSError) -> RunError:
+    return RunError(f"{path} cannot be written: {error}")
