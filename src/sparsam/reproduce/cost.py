@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 
 import torch
 
@@ -20,8 +19,9 @@ from sparsam.training.step import TrainingStep, is_captured
 from sparsam.training.trainer import prepare_torch, total_steps
 
 WARM_UP, STEPS = 5, 10
-CPU_IMAGES, CPU_STEPS = 16, 2  # a CPU measures small batches and counts them as often as one batch has them
-
+CPU_WARM_UP, CPU_STEPS = 1, 3
+AGREE = 1.1  # how far apart the two shortest times may be; else further steps are measured, up to STEPS
+CPU_IMAGES = 16  # a CPU measures small batches and counts them as often as one batch has them
 
 TRAINING_IMAGES = {"digits": 1200, "cifar10": 50_000, "cifar100": 50_000, "imagefolder": 1_281_167}
 
@@ -72,7 +72,10 @@ def estimate(planned: Sequence[PlannedRun], device: torch.device) -> list[Estima
 
 
 def step_seconds(recipe: Recipe, device: torch.device) -> float:
-    """Return the seconds of a step on random images: of SAM if the recipe has it, else of the base optimizer."""
+    """Return the seconds of a step on random images: of SAM if the recipe has it, else of the base optimizer.
+
+    Of several steps the shortest counts, since what else a machine does only adds to them.
+    """
     images, batch = SHAPES[recipe.data.name], recipe.data.batch_size
     used = min(batch, CPU_IMAGES) if device.type == "cpu" else batch
     prepare_torch(recipe, device)
@@ -90,10 +93,19 @@ def step_seconds(recipe: Recipe, device: torch.device) -> float:
     y = torch.randint(images.classes, (used,), device=device)
     if plain.train.channels_last:
         x = x.to(memory_format=torch.channels_last)
-    warm_up, steps = (1, CPU_STEPS) if device.type == "cpu" else (WARM_UP, STEPS)
+    warm_up, steps = (CPU_WARM_UP, CPU_STEPS) if device.type == "cpu" else (WARM_UP, STEPS)
     for _ in range(warm_up):
         step(x, y)
-    return median(clock.time(lambda: step(x, y)) for _ in range(steps)) * batch / used
+    times: list[float] = []
+    while len(times) < steps or (len(times) < STEPS and not _agree(times)):
+        times.append(clock.time(lambda: step(x, y)))
+    return min(times) * batch / used
+
+
+def _agree(times: Sequence[float]) -> bool:
+    """Tell whether the two shortest times are about the same: both were hardly disturbed."""
+    shortest, second = sorted(times)[:2]
+    return second <= AGREE * shortest
 
 
 def _steps(recipe: Recipe) -> int:
