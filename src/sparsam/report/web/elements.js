@@ -1,4 +1,4 @@
-// What both pages use: elements, and the button that changes the theme
+// What both pages use: elements, the legend, and the button that changes the theme
 
 /** Make an SVG element. Attributes that are null are left out. */
 function svg(name, attributes = {}, ...children) {
@@ -22,6 +22,27 @@ const swatch = (method) =>
 
 const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
 const pressed = (button, on) => button.setAttribute("aria-pressed", String(on));
+
+/**
+ * Fill #legend with a button for each method or run, which hides it and shows it again.
+ *
+ * @param kind What they are: the button has the index in data-{kind}.
+ * @param items Each has a style and a label.
+ * @param hidden The set of the indices of those that are hidden.
+ * @param changed Called with the index, after each click.
+ */
+function legend(kind, items, hidden, changed) {
+  items.forEach((item, index) => {
+    const button = html("button", { type: "button", "aria-pressed": "true", [`data-${kind}`]: index });
+    button.append(swatch(item), html("span", {}, item.label));
+    button.addEventListener("click", () => {
+      hidden.has(index) ? hidden.delete(index) : hidden.add(index);
+      pressed(button, !hidden.has(index));
+      changed(index);
+    });
+    document.getElementById("legend").append(button);
+  });
+}
 
 /** Let the button #theme switch between light and dark. `changed` is called after each switch, and once at the start. */
 function themeButton(changed) {

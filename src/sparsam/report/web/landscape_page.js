@@ -41,18 +41,10 @@ if (plane) {
   holder.append(box);
   panels.push({ box, ...lineChart(plot) });
 }
-const legend = document.getElementById("legend");
-runs.forEach((run, index) => {
-  const button = html("button", { type: "button", "aria-pressed": "true", "data-run": index });
-  button.append(swatch(run), html("span", {}, run.label));
-  button.addEventListener("click", () => {
-    hidden.has(index) ? hidden.delete(index) : hidden.add(index);
-    pressed(button, !hidden.has(index));
-    const box = holder.querySelector(`[data-run="${index}"].card`);
-    if (box) box.hidden = hidden.has(index);
-    drawAll();
-  });
-  legend.append(button);
+legend("run", runs, hidden, (index) => {
+  const box = holder.querySelector(`[data-run="${index}"].card`);
+  if (box) box.hidden = hidden.has(index);
+  drawAll();
 });
 
 const log = document.getElementById("log");

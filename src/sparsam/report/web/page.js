@@ -66,17 +66,7 @@ function drawAll() {
   drawMaps.forEach((draw) => draw());
 }
 
-const legend = document.getElementById("legend");
-methods.forEach((method, index) => {
-  const button = html("button", { type: "button", "aria-pressed": "true", "data-method": index });
-  button.append(swatch(method), html("span", {}, method.label));
-  button.addEventListener("click", () => {
-    hidden.has(index) ? hidden.delete(index) : hidden.add(index);
-    pressed(button, !hidden.has(index));
-    drawAll();
-  });
-  legend.append(button);
-});
+legend("method", methods, hidden, drawAll);
 
 const measures = document.querySelectorAll("#curves [data-measure]");
 for (const button of measures) {
