@@ -40,7 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsam.distributed.shards import any_dtensor, fsdp_modules
 from sparsam.errors import warn
-from sparsam.passes import is_compiled, modules_of, parameters_in
+from sparsam.inventory import Inventory, is_compiled, modules_of, parameters_in
 from sparsam.replay.autograd_graph import is_parameter, node_of, reachable_nodes, tensors_in
 from sparsam.replay.calls import intercepted
 from sparsam.replay.modules import Places, places_of, unwrap
@@ -64,6 +64,7 @@ class Replay:
 
     def __init__(self, model: nn.Module, cut: str) -> None:
         self.wrapper, self.model, self.cut = model, unwrap(model), cut
+        self.distributed = isinstance(model, DistributedDataParallel)
         self.recording: Recording | None = None
         self.settled: frozenset[Tensor] | None = None  # the suffix, where other processes have agreed to it
         self.proves = True  # whether new paths are proven; tests of the other rules switch it off
@@ -74,7 +75,7 @@ class Replay:
         self._places: Places | None = None
         self._ahead: list[tuple[str, nn.Module]] = []  # modules before the cut, from the next step on
         self._keeps_random: bool | None = None  # whether random numbers were ever drawn before the cut, as far as known
-        self._modules: list[nn.Module] = []  # of the model, as the latest first pass found them
+        self._inventory = Inventory(self.model)
         self._skipped: dict[tuple[frozenset[str], ...], set[nn.Module]] = {}  # those before the cut, by what is called
         self._equal_copies = False  # whether the closure makes its batch anew in each call, with the same values
         self._off: str | None = None  # why replay is not even tried
@@ -90,13 +91,8 @@ class Replay:
         return {
             **self.__dict__,
             **nothing,
-            **{"latest": deque(maxlen=2), "_paths": {}, "_ahead": [], "_by_name": {}, "_modules": [], "_skipped": {}},
+            **{"latest": deque(maxlen=2), "_paths": {}, "_ahead": [], "_by_name": {}, "_skipped": {}},
         }
-
-    @property
-    def distributed(self) -> bool:
-        """Whether the model is inside a DistributedDataParallel."""
-        return isinstance(self.wrapper, DistributedDataParallel)
 
     @property
     def exchanges_alone(self) -> bool:
@@ -119,9 +115,9 @@ class Replay:
         if self._ahead and self._places and not proof:
             self._places = self._places._replace(before=self._ahead)
             self._ahead = []
-        modules = modules_of(self.model)
-        if modules != self._modules:
-            self._modules, self._skipped = modules, {}
+        if self._inventory.look():
+            self._skipped = {}
+        modules = self._inventory.modules
         sharded = fsdp_modules(modules)
         for module in sharded:
             module.reshard()  # what was gathered stands in for the parameters

@@ -17,7 +17,7 @@ from sparsam.ascents import Ascent
 from sparsam.checks import check_module, check_number, check_rho, check_whole
 from sparsam.distributed.shards import any_dtensor, fsdp_modules, is_dtensor, local
 from sparsam.errors import UserRuntimeError, UserTypeError, UserValueError
-from sparsam.passes import modules_of
+from sparsam.inventory import modules_of
 from sparsam.settings import Policy, differences
 
 

@@ -297,7 +297,11 @@ class SAM(Wrapper):
         if self._phase is Phase.IDLE or self._phase is Phase.READY:
             self._start()
         self._closure_check.cleared = True
-        super().zero_grad(set_to_none)
+        if set_to_none:  # as torch does, which also labels it for a profiler: that takes longer than the rest
+            for p in self._params():
+                p.grad = None
+        else:
+            super().zero_grad(False)
         if self._phase is Phase.IDLE:
             self._used_gradients.note(self._params())  # zeros are no gradients of a first pass
 
