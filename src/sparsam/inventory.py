@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import is_
 
 from torch import nn
 
 
 class Inventory:
-    """The modules of a model, as of the latest look.
+    """The modules and parameters of a model, as of the latest look.
 
     Args:
-        model: None: there are no modules.
+        model: None: there are none.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
         self.model = model
         self.modules: list[nn.Module] = []
+        self.parameters: list[nn.Parameter] = []
+        self.changes = 0  # how often other modules were found than before
         self._children: list[nn.Module | None] = []
 
-    def look(self) -> bool:
-        """Look at the model; tell whether its modules are others than before. They are walked only then."""
-        children = _children_of(self.modules)
-        if self.modules and len(children) == len(self._children) and all(map(is_, children, self._children)):
-            return False
-        self.modules = [] if self.model is None else modules_of(self.model)
-        self._children = _children_of(self.modules)
-        return True
-
-    def __getstate__(self) -> dict[str, object]:
-        return {"model": self.model, "modules": [], "_children": []}
+    def look(self) -> None:
+        """Look at the model. It is walked only if a module has other children than before."""
+        if not self.modules or not _same(_children_of(self.modules), self._children):
+            self.modules = [] if self.model is None else modules_of(self.model)
+            self._children = _children_of(self.modules)
+            self.changes += 1
+        self.parameters = parameters_in(self.modules)
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
@@ -55,6 +53,10 @@ def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
 def is_compiled(module: nn.Module) -> bool:
     """Tell whether torch.compile has taken a module as a whole: calls of its parts cannot be seen."""
     return module.__dict__.get("_compiled_call_impl") is not None or "_orig_mod" in module._modules
+
+
+def _same(some: Sequence[object], others: Sequence[object]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def _children_of(modules: Iterable[nn.Module]) -> list[nn.Module | None]:

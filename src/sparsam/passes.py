@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparsam.distributed.shards import any_dtensor, computes_on, fsdp_modules
 from sparsam.errors import warn
-from sparsam.inventory import Inventory, is_compiled, parameters_in
+from sparsam.inventory import Inventory, is_compiled
 from sparsam.perturbation import restore, save
 from sparsam.randomness import RngState, fork_rng, get_rng_state, set_rng_state, with_generators
 
@@ -108,9 +108,7 @@ class Passes:
         A copy of w would otherwise be taken for one of w + eps.
         """
         torch.clear_autocast_cache()
-        for module in fsdp_modules(
-            self._inventory.modules
-        ):  # asked anew: a model may be sharded after its optimizer was built
+        for module in fsdp_modules(self._inventory.modules):  # asked anew: a model may be sharded late
             module.reshard()
 
     def _rewind(self) -> None:
@@ -167,10 +165,11 @@ class Passes:
 
     def _look(self) -> None:
         """Find the model's modules, devices and buffers, once a step."""
-        if self._inventory.look():
-            self._normalising = [module for module in self._inventory.modules if _normalises(module)]
-        modules = self._inventory.modules
-        params = parameters_in(modules)
+        changes = self._inventory.changes
+        self._inventory.look()
+        modules, params = self._inventory.modules, self._inventory.parameters
+        if self._inventory.changes != changes:
+            self._normalising = [module for module in modules if _normalises(module)]
         self._devices = with_generators(map(computes_on, params) if any_dtensor(params) else {p.device for p in params})
         # A compiled module would be compiled again where it is told not to track.
         compiled = {part for module in modules if is_compiled(module) for part in module.modules()}

@@ -86,6 +86,7 @@ class Recording:
     cut: str
     devices: frozenset[torch.device]
     trained: tuple[bool, ...]  # which parameters of the model are, and which modules are in training mode
+    start: RngState  # of random numbers, where the step started
     open: bool = False  # whether the gradient goes past the cut: the second pass cannot start there
     obstacle: str = ""  # why it is open, or why the second pass cannot start at the cut
     arguments: Kept | None = None  # of the outermost call: the batch
@@ -96,9 +97,8 @@ class Recording:
     before: Before | None = None
     between: set[Tensor] = field(default_factory=set)  # parameters that code between the modules has used
     path: Path | None = None  # that was taken to the cut
-    start: RngState = field(default_factory=dict)  # of random numbers, where the model was called
     random: RngState = field(default_factory=dict)  # at the cut
-    draws: bool = False  # whether random numbers were drawn between the two
+    draws: bool = False  # whether random numbers were drawn since the start
     autocast: tuple[tuple[str, torch.dtype], ...] = ()  # at the cut: devices that cast, and to what
     sums: list[Tensor] = field(default_factory=list)  # of the cut's input, to see whether its values stay
     crossed: list[bool] = field(default_factory=list)  # not empty if a gradient arrived before the cut
@@ -189,7 +189,6 @@ class Recorder:
         recording = self.recording
         if recording.arguments is None:
             recording.arguments = keep((args, kwargs))
-            recording.start = get_rng_state(recording.devices)
             self._grads, self._versions = _gradients(self.parameters)
             if any(t.requires_grad and t.is_leaf for t in tensors_in(args, kwargs)):
                 recording.stay_open("the batch requires a gradient, which has to go all the way")

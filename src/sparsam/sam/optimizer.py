@@ -211,7 +211,7 @@ class SAM(Wrapper):
         finally:
             self._phase = Phase.IDLE
             self._passes.drop_copies()
-        check_any_gradient(params)  # also where a base step could do without: later steps cannot
+        check_any_gradient(p.grad for p in params)  # also where a base step could do without: later steps cannot
         return loss
 
     def _end_pass(self, ascent: Ascent | None) -> None:
@@ -230,6 +230,7 @@ class SAM(Wrapper):
             )
         self._leave(Phase.READY)
         self._base_step()
+        self._start()  # step(closure) starts by itself
 
     @eager
     def first_step(self, zero_grad: bool = False, scale: float | Tensor | None = None) -> None:
@@ -297,11 +298,7 @@ class SAM(Wrapper):
         if self._phase is Phase.IDLE or self._phase is Phase.READY:
             self._start()
         self._closure_check.cleared = True
-        if set_to_none:  # as torch does, which also labels it for a profiler: that takes longer than the rest
-            for p in self._params():
-                p.grad = None
-        else:
-            super().zero_grad(False)
+        super().zero_grad(set_to_none)
         if self._phase is Phase.IDLE:
             self._used_gradients.note(self._params())  # zeros are no gradients of a first pass
 
@@ -361,7 +358,7 @@ class SAM(Wrapper):
         self._perturber.commit()
         self.base_optimizer.step()
         self.steps += 1
-        self._start()
+        self._phase = Phase.IDLE
         self._used_gradients.note(self._params())
 
     def _check_groups(self) -> None:
