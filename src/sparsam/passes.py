@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparsam.distributed.shards import any_dtensor, computes_on, fsdp_modules
 from sparsam.errors import warn
-from sparsam.inventory import Inventory, is_compiled
+from sparsam.inventory import Inventory
 from sparsam.perturbation import restore, save
 from sparsam.randomness import RngState, fork_rng, get_rng_state, set_rng_state, with_generators
 
@@ -165,21 +165,21 @@ class Passes:
 
     def _look(self) -> None:
         """Find the model's modules, devices and buffers, once a step."""
-        changes = self._inventory.changes
-        self._inventory.look()
-        modules, params = self._inventory.modules, self._inventory.parameters
-        if self._inventory.changes != changes:
-            self._normalising = [module for module in modules if _normalises(module)]
+        inventory, changes = self._inventory, self._inventory.changes
+        inventory.look()
+        if inventory.changes != changes:
+            self._normalising = [module for module in inventory.modules if _normalises(module)]
+        params = inventory.parameters
         self._devices = with_generators(map(computes_on, params) if any_dtensor(params) else {p.device for p in params})
         # A compiled module would be compiled again where it is told not to track.
-        compiled = {part for module in modules if is_compiled(module) for part in module.modules()}
+        compiled = {part for module in inventory.compiled for part in module.modules()}
         self._tracking = [
             module
             for module in self._normalising
             if module.training and module.track_running_stats and module not in compiled
         ]
         tracking = set(self._tracking)
-        self._places = _places(module for module in modules if module not in tracking)
+        self._places = _places(module for module in inventory.with_buffers if module not in tracking)
 
 
 class Place(NamedTuple):

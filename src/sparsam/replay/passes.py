@@ -266,7 +266,8 @@ class ReplayedPasses(Passes):
 
 
 def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # is_available() takes longer
+    return started and torch.cuda.is_current_stream_capturing()
 
 
 def _uses_tf32(model: nn.Module) -> bool:
