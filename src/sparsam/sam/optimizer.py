@@ -293,6 +293,7 @@ class SAM(Wrapper):
         """Give up a step that `first_step` began: go back to w, bit for bit. Does nothing between steps."""
         self._leave(Phase.IDLE)
 
+    @eager
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients. Between two steps, the next step starts here, whatever was pending."""
         if self._phase is Phase.IDLE or self._phase is Phase.READY:
@@ -385,10 +386,9 @@ class SAM(Wrapper):
         self._start()
 
     def _settings(self) -> dict[str, Any]:
-        policies = {"mask": self.mask, "ascent": self.ascent, "schedule": self.schedule}
-        settings = {name: policy.settings() for name, policy in policies.items()}
-        base = type(self.base_optimizer).__name__
-        return {"base": base, "adaptive": self.adaptive, **settings, **self._replicas.settings()}
+        policies = {name: getattr(self, name).settings() for name in ("mask", "ascent", "schedule")}
+        own = {"base": type(self.base_optimizer).__name__, "adaptive": self.adaptive}
+        return {**own, **policies, **self._replicas.settings()}
 
     def __repr__(self) -> str:
         base = f"base: {type(self.base_optimizer).__name__}, {self.steps:,} steps taken"
