@@ -3,7 +3,10 @@
 All are set up first, on ResNet-18 with images of CIFAR's size. Then each takes steps in turn, round after round. What
 counts is the ratio to SGD in the same round: the median over the rounds, and its quartiles. Steps run eagerly, as in a
 plain loop. On a GPU two rows step from a CUDA graph. Memory is what a model, its optimizer and a step need at their
-peak, on a GPU.
+peak, on a GPU. Two loops by hand do the least that a step needs, without any check: they show what a library adds.
+
+With `--width 2 --size 8 --batch-size 2 --threads 1` the network has the layers of ResNet-18 and next to no arithmetic:
+what is left on a CPU is the host's work for a step, which an eager step on a GPU waits for too.
 
 pytorch_optimizer takes part if it is installed (`pip install pytorch-optimizer`). Other codes are named by their
 folders: a checkout of github.com/davda54/sam, and one of github.com/Mi-Peng/Sparse-Sharpness-Aware-Minimization.
@@ -25,12 +28,13 @@ from in_turn import machine, times_in_turn, write
 from torch.nn import functional as F
 
 from sparsam import SAM, CapturedStep, RandomMask, SuffixMask, thrifty
-from sparsam.models import build_model
+from sparsam.models.resnet import BasicBlock, ResNet
 from sparsam.step_cost import StepRatio
 
 RHO = 0.05
 SETTINGS = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-3}
 STEPS = 1_000_000  # of thrifty's training: more than are taken here
+CHOICE = {"cut": "layer3", "fraction": 0.304}  # thrifty's own for ResNet-18 at 1.15 (docs/thrifty.md), for any width
 SGD, THRIFTY = "SGD", "sparsam, thrifty at 1.15"
 
 
@@ -78,6 +82,60 @@ def two_steps(build):
     return setup
 
 
+@torch.no_grad()
+def ascend(params):
+    """Go to w + eps; return w."""
+    weights, grads = [p.clone() for p in params], [p.grad for p in params]
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+    torch._foreach_add_(params, torch._foreach_mul(grads, RHO / (norm + 1e-12)))
+    return weights
+
+
+@torch.no_grad()
+def go_back(params, weights):
+    """Go to w."""
+    torch._foreach_copy_(params, weights)
+
+
+def sam_by_hand(model, loss_of, batch):
+    """Set up the plainest loop of SAM, which lets statistics move twice."""
+    opt, params = sgd(model), list(model.parameters())
+
+    def step():
+        opt.zero_grad()
+        loss_of(model, *batch).backward()
+        weights = ascend(params)
+        opt.zero_grad()
+        loss_of(model, *batch).backward()
+        go_back(params, weights)
+        opt.step()
+
+    return opt, step
+
+
+def cut_by_hand(model, loss_of, batch):
+    """Set up a loop that is written for this network: the second pass starts at layer4."""
+    opt, (x, y) = sgd(model), batch
+    parts = list(model)
+    at = parts.index(model.layer4)
+    prefix, suffix = torch.nn.Sequential(*parts[:at]), torch.nn.Sequential(*parts[at:])
+    params = list(suffix.parameters())
+
+    def step():
+        opt.zero_grad()
+        with loss_of.precision():
+            h = prefix(x)
+        loss_of(suffix, h.detach(), y).backward()
+        weights = ascend(params)
+        for p in params:
+            p.grad = None
+        loss_of(suffix, h, y).backward()
+        go_back(params, weights)
+        opt.step()
+
+    return opt, step
+
+
 def sgd(model, batch=None):
     return torch.optim.SGD(model.parameters(), **SETTINGS)
 
@@ -87,7 +145,7 @@ def sam(model, batch, **options):
 
 
 def thrifty_first(model, batch):
-    return thrifty(model, torch.optim.SGD, batch[0], total_steps=STEPS, rho=RHO, **SETTINGS)
+    return thrifty(model, torch.optim.SGD, batch[0], total_steps=STEPS, rho=RHO, **CHOICE, **SETTINGS)
 
 
 def thrifty_last(model, batch):
@@ -105,6 +163,8 @@ def methods(options, device):
         "sparsam, from layer4 on": own(lambda model, batch: sam(model, batch, mask=SuffixMask(model, "layer4"))),
         f"{THRIFTY}, first steps": own(thrifty_first),
         f"{THRIFTY}, last steps": own(thrifty_last),
+        "by hand, SAM": sam_by_hand,
+        "by hand, from layer4 on": cut_by_hand,
     }
     if device.type == "cuda":
         table |= {"SGD, in a CUDA graph": captured(sgd), "sparsam, SAM, in a CUDA graph": captured(sam)}
@@ -136,6 +196,19 @@ def imported(name, folder=None):
         return None
 
 
+class Loss:
+    """The loss of a batch, as a function of a model, in a precision."""
+
+    def __init__(self, device, precision):
+        bf16 = precision == "bf16"
+        self.precision = partial(torch.autocast, device.type, torch.bfloat16) if bf16 else contextlib.nullcontext
+
+    def __call__(self, model, x, y):
+        """Return it."""
+        with self.precision():
+            return F.cross_entropy(model(x), y)
+
+
 class Case:
     """One method, ready to take steps."""
 
@@ -143,16 +216,11 @@ class Case:
         self.name = name
         before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         torch.manual_seed(0)
-        model = build_model("resnet18", 100).to(device, memory_format=torch.channels_last)
+        model = ResNet(BasicBlock, (2, 2, 2, 2), 100, width=options.width)
+        model.to(device, memory_format=torch.channels_last)
         x = torch.randn(options.batch_size, 3, options.size, options.size, device=device)
         batch = x.contiguous(memory_format=torch.channels_last), torch.arange(options.batch_size, device=device) % 100
-        bf16 = options.precision == "bf16"
-
-        def loss_of(model, x, y):
-            with torch.autocast(device.type, torch.bfloat16) if bf16 else contextlib.nullcontext():
-                return F.cross_entropy(model(x), y)
-
-        self.opt, self.step = setup(model, loss_of, batch)
+        self.opt, self.step = setup(model, Loss(device, options.precision), batch)
         for _ in range(options.warm_up):
             self.step()
         self.memory_mb = None
@@ -211,6 +279,8 @@ def main():
     parser.add_argument("--authors", type=Path, metavar="FOLDER", help="with solver/sam.py")
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--size", type=int, default=32, help="of an image, in pixels")
+    parser.add_argument("--width", type=int, default=64, help="channels of the first stage; ResNet-18 has 64")
+    parser.add_argument("--threads", type=int, help="of the CPU; default: torch's own")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="bf16" if cuda else "fp32")
     parser.add_argument("--rounds", type=int, default=60 if cuda else 9)
     parser.add_argument(
@@ -221,10 +291,12 @@ def main():
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     device = torch.device(options.device)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
     torch.backends.cudnn.benchmark = True
     result = {
         **machine(device),
-        **{key: getattr(options, key) for key in ("batch_size", "size", "precision", "rounds", "steps")},
+        **{key: getattr(options, key) for key in ("batch_size", "size", "width", "precision", "rounds", "steps")},
         "rows": measure(options, device),
     }
     write(result, options.output)

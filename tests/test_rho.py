@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from sparsam import SAM, ConstantRho, CosineRho, InverseSqrtRho, ProportionalRho
+from sparsam import SAM, ConstantRho, CosineRho, InverseSqrtRho, LastSteps, ProportionalRho, RampRho
 
 
 def optimizer(**options) -> SAM:
@@ -20,6 +21,9 @@ FORMULAS = {
     "constant": (ConstantRho, {}, lambda t: 1.0),
     "inverse square root": (InverseSqrtRho, {}, lambda t: 1 / math.sqrt(t)),
     "cosine": (CosineRho, {"total_steps": 6}, lambda t: (1 + math.cos(math.pi * min(t - 1, 6) / 6)) / 2),
+    "ramp": (RampRho, {"steps": 4}, lambda t: (None, 0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1)[t]),
+    "late ramp": (RampRho, {"steps": 3, "start": 2}, lambda t: (None, 0, 0, 1 / 3, 2 / 3, 1, 1, 1, 1, 1)[t]),
+    "jump": (RampRho, {"steps": 1, "start": 5}, lambda t: (None, 0, 0, 0, 0, 0, 1, 1, 1, 1)[t]),
 }
 
 
@@ -38,6 +42,17 @@ def test_formula(name, as_tensor):
         if as_tensor:  # written in place: a captured CUDA graph goes on reading it
             assert all(group["rho"] is tensor for group, tensor in zip(opt.param_groups, tensors, strict=True))
         schedule.step()
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_any_t_can_be_gone_to(name):
+    cls, arguments, factor = FORMULAS[name]
+    schedule = cls(optimizer(), **arguments)
+    for t in (7, 2, 2, 9, 1):
+        schedule.go_to(t)
+        assert schedule.get_last_rho() == pytest.approx([0.1 * factor(t), 0.4 * factor(t)], abs=1e-15)
+    schedule.step()
+    assert schedule.get_last_rho() == pytest.approx([0.1 * factor(2), 0.4 * factor(2)], abs=1e-15)
 
 
 def test_cosine_ends_at_the_final_value():
@@ -60,7 +75,15 @@ def test_proportional_follows_any_learning_rate_scheduler():
         rho.step()
 
 
-@pytest.mark.parametrize("cls", [InverseSqrtRho, ProportionalRho])
+RESUMED = {
+    "inverse square root": InverseSqrtRho,
+    "proportional": ProportionalRho,
+    "ramp": partial(RampRho, steps=4, start=3),
+    "before the ramp": partial(RampRho, steps=2, start=6),  # rho is 0 where it is saved
+}
+
+
+@pytest.mark.parametrize("cls", RESUMED.values(), ids=RESUMED)
 @pytest.mark.parametrize("built_before_loading", [False, True])
 def test_resume(cls, built_before_loading):
     opt = optimizer()
@@ -76,9 +99,11 @@ def test_resume(cls, built_before_loading):
     resumed = resumed or cls(new)
     resumed.load_state_dict(schedule_state)
     assert resumed.get_last_rho() == schedule.get_last_rho()
-    schedule.step()
-    resumed.step()
-    assert resumed.get_last_rho() == schedule.get_last_rho()
+    for _ in range(4):
+        schedule.step()
+        resumed.step()
+        assert resumed.get_last_rho() == schedule.get_last_rho()
+    assert all(rho > 0 for rho in resumed.get_last_rho())
 
 
 def test_a_new_schedule_starts_from_the_present_rho():
@@ -119,3 +144,20 @@ def test_the_first_step_uses_rho_at_t_1_and_the_second_at_t_2():
             torch.testing.assert_close(w.detach(), torch.tensor([3.0, 4.0]) * (1 + 1 / math.sqrt(t) / 5))
         opt.step()
         schedule.step()
+
+
+def test_a_ramp_begins_with_the_first_step_that_is_sharpness_aware():
+    """The eps of each step, measured: of 7 steps the last 4 perturb, and the ramp takes 3 of them."""
+    w = nn.Parameter(torch.tensor([3.0, 4.0], dtype=torch.float64))
+    schedule = LastSteps(4 / 7, total_steps=7)
+    opt = SAM([w], torch.optim.SGD, rho=0.6, schedule=schedule, lr=0.0)
+    ramp = RampRho(opt, steps=3, start=schedule.first)
+    lengths = []
+    for _ in range(7):
+        opt.zero_grad()
+        w.square().sum().backward()
+        with opt.perturbed():
+            lengths.append(w.detach().norm().item() - 5)
+        opt.step()
+        ramp.step()
+    assert lengths == pytest.approx([0, 0, 0, 0.2, 0.4, 0.6, 0.6])

@@ -15,7 +15,7 @@ MODULES = 14  # beside the sub-packages
 
 LAYERS = [  # of the core: each may import itself and what stands above it here
     ("errors",),
-    ("settings", "checks", "randomness"),
+    ("settings", "checks", "randomness", "inventory"),
     ("selection", "perturbation", "distributed"),
     ("passes",),
     ("fisher", "replay", "batchnorm"),

@@ -18,7 +18,7 @@ from sparsam.masks import (
     TopKMask,
 )
 from sparsam.replay import Cut, find_cuts
-from sparsam.rho import ConstantRho, CosineRho, InverseSqrtRho, ProportionalRho
+from sparsam.rho import ConstantRho, CosineRho, InverseSqrtRho, ProportionalRho, RampRho
 from sparsam.sam import SAM, SAMState
 from sparsam.schedules import EveryNth, EveryStep, LastSteps, Schedule
 from sparsam.step_cost import StepRatio, measure_cost
@@ -45,6 +45,7 @@ __all__ = [
     "NMMask",
     "NormMask",
     "ProportionalRho",
+    "RampRho",
     "RandomMask",
     "SAMState",
     "Schedule",

@@ -13,6 +13,8 @@ from sparsam.errors import UserTypeError, UserValueError
 
 def check_rho(rho: object, name: str = "rho") -> None:
     """Refuse a rho that is not a finite number of at least 0 (a tensor is not looked into: that would wait)."""
+    if type(rho) is float and 0.0 <= rho < math.inf:  # first, because every step asks, and numbers.Real takes time
+        return
     if isinstance(rho, Tensor) and rho.dim() == 0:
         return
     check_number(name, rho, "a finite number >= 0", lambda value: 0 <= value < math.inf)

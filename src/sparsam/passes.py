@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparsam.distributed.shards import any_dtensor, computes_on, fsdp_modules
 from sparsam.errors import warn
+from sparsam.inventory import Inventory
 from sparsam.perturbation import restore, save
-from sparsam.randomness import RngState, fork_rng, get_rng_state, set_rng_state
+from sparsam.randomness import RngState, fork_rng, get_rng_state, set_rng_state, with_generators
 
 SMALL = 2**16  # buffers of so many numbers are always kept: they could move unseen, through .data
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # which batch_norm moves unseen
@@ -37,6 +38,8 @@ class Passes:
         self, model: nn.Module | None, around_first: Callable[[], AbstractContextManager[Any]] = nullcontext
     ) -> None:
         self.model, self.around_first = model, around_first
+        self._inventory = Inventory(model)
+        self._normalising: list[_BatchNorm] = []  # modules that can be told to track no statistics
         self._buffers: list[SavedBuffers] = []
         self._stopped: list[_BatchNorm] = []  # which track no statistics in the second pass
         self._after_first: RngState = {}
@@ -95,7 +98,7 @@ class Passes:
         self._moved = {(place.module, place.name) for place, version in self._versions if place.moved(version)}
         self._moving |= self._moved
         self._look()
-        self._keep_buffers(self._modules)
+        self._keep_buffers(self._inventory.modules)
         self._after_first = self._rng_state()
         self._rewind()
 
@@ -105,7 +108,7 @@ class Passes:
         A copy of w would otherwise be taken for one of w + eps.
         """
         torch.clear_autocast_cache()
-        for module in fsdp_modules(self._modules):  # asked anew: a model may be sharded after its optimizer was built
+        for module in fsdp_modules(self._inventory.modules):  # asked anew: a model may be sharded late
             module.reshard()
 
     def _rewind(self) -> None:
@@ -161,16 +164,22 @@ class Passes:
         return {} if self.model is None else get_rng_state(self._devices)
 
     def _look(self) -> None:
-        """Find the model's modules, devices and buffers; once a step, because walking a model takes time."""
-        self._modules = [] if self.model is None else modules_of(self.model)
-        params = parameters_in(self._modules)
-        self._devices = set(map(computes_on, params)) if any_dtensor(params) else {p.device for p in params}
+        """Find the model's modules, devices and buffers, once a step."""
+        inventory, changes = self._inventory, self._inventory.changes
+        inventory.look()
+        if inventory.changes != changes:
+            self._normalising = [module for module in inventory.modules if _normalises(module)]
+        params = inventory.parameters
+        self._devices = with_generators(map(computes_on, params) if any_dtensor(params) else {p.device for p in params})
         # A compiled module would be compiled again where it is told not to track.
-        compiled = {part for module in self._modules if is_compiled(module) for part in module.modules()}
-        normalising = [module for module in self._modules if isinstance(module, _BatchNorm)]
-        self._tracking = [module for module in normalising if _tracks(module) and module not in compiled]
+        compiled = {part for module in inventory.compiled for part in module.modules()}
+        self._tracking = [
+            module
+            for module in self._normalising
+            if module.training and module.track_running_stats and module not in compiled
+        ]
         tracking = set(self._tracking)
-        self._places = _places(module for module in self._modules if module not in tracking)
+        self._places = _places(module for module in inventory.with_buffers if module not in tracking)
 
 
 class Place(NamedTuple):
@@ -233,25 +242,6 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
                 module.training = training
 
 
-def modules_of(model: nn.Module) -> list[nn.Module]:
-    """Return what `model.modules()` does, ten times faster: that makes names on the way."""
-    found = {model: None}
-
-    def visit(module: nn.Module) -> None:
-        for child in module._modules.values():
-            if child is not None and child not in found:
-                found[child] = None
-                visit(child)
-
-    visit(model)
-    return list(found)
-
-
-def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Return the parameters that modules hold themselves; one that two modules share comes twice."""
-    return [p for module in modules for p in module._parameters.values() if p is not None]
-
-
 def call_model(model: nn.Module, inputs: Any) -> Any:
     """Return `model(inputs)`; `model(*inputs)` for a tuple or a list, `model(**inputs)` for a dict."""
     args, kwargs = model_arguments(inputs)
@@ -265,18 +255,9 @@ def model_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Tell whether torch.compile has taken a module as a whole: calls of its parts cannot be seen."""
-    return module.__dict__.get("_compiled_call_impl") is not None or "_orig_mod" in module._modules
-
-
-def _tracks(module: _BatchNorm) -> bool:
+def _normalises(module: nn.Module) -> TypeGuard[_BatchNorm]:
     """Tell whether a module is one of torch's own that moves running statistics unless told not to track them."""
-    return (
-        module.training
-        and module.track_running_stats
-        and type(module).forward.__module__.startswith("torch.nn.modules.")
-    )
+    return isinstance(module, _BatchNorm) and type(module).forward.__module__.startswith("torch.nn.modules.")
 
 
 def _track(module: _BatchNorm, whether: bool) -> None:

@@ -40,7 +40,12 @@ class RhoSchedule(ABC):
 
     def step(self) -> None:
         """Go on to t + 1."""
-        self.t += 1
+        self.go_to(self.t + 1)
+
+    def go_to(self, t: int) -> None:
+        """Go to any t, for a loop that counts itself."""
+        check_whole("t", t)
+        self.t = t
         self._apply()
 
     def get_last_rho(self) -> list[float]:
@@ -108,6 +113,30 @@ class CosineRho(RhoSchedule):
         """Return the cosine between rho_0 and the final value."""
         progress = min((self.t - 1) / self.total_steps, 1.0)
         return self.final + (self.rho_0[group] - self.final) * (1 + math.cos(math.pi * progress)) / 2
+
+
+class RampRho(RhoSchedule):
+    r""":math:`\rho_t = \rho_0 \min(1, \frac{t - \text{start}}{\text{steps}})` for t > start, and 0 before.
+
+    Step i, counted from 0, has t = i + 1. So step `start` is the first with a rho above 0. Steps before it should be
+    base steps, because a second pass at the same weights brings nothing: for a :class:`sparsam.LastSteps`, `start` is
+    its `first`.
+
+    Args:
+        optimizer: A :class:`sparsam.SAM`.
+        steps: The length of the ramp. Its last step has :math:`\rho_0`.
+        start: How many steps come before the ramp.
+    """
+
+    def __init__(self, optimizer: Optimizer, steps: int, start: int = 0) -> None:
+        check_whole("steps", steps)
+        check_whole("start", start, least=0)
+        self.steps, self.start = steps, start
+        super().__init__(optimizer)
+
+    def rho(self, group: int) -> float:
+        """Return the ramp's present share of rho_0."""
+        return self.rho_0[group] * min(max(self.t - self.start, 0) / self.steps, 1.0)
 
 
 class ProportionalRho(RhoSchedule):

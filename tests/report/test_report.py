@@ -188,6 +188,16 @@ def test_a_setting_that_an_older_recipe_lacks_is_its_default(tmp_path):
     assert method.notes == ("recipes differ in data.cutout",)
 
 
+def test_runs_that_differ_in_the_ramp_alone_are_told_apart(tmp_path):
+    old, plain = make_run(tmp_path, "sam"), make_run(tmp_path, "sam", 1, recipe={"sam.ramp_epochs": 0.0})
+    ramped = {"sam.ramp_epochs": 2.0}
+    (method,) = collect([old, plain, make_run(tmp_path, "sam", 2, recipe=ramped)])
+    assert method.notes == ("recipes differ in sam.ramp_epochs",)
+    named = make_run(tmp_path, "sam", recipe={**ramped, "name": "sam-ramp2"}, summary={"name": "sam-ramp2"})
+    methods = collect([old, plain, named])
+    assert [(method.label, method.notes) for method in methods] == [("SAM (sam)", ()), ("SAM (sam-ramp2)", ())]
+
+
 def test_images_are_named(tmp_path):
     first = make_run(tmp_path, recipe={"data.validation": 5000}, summary={"evaluated_on": "validation"})
     assert "Validation accuracy, %" in summary_table(collect([first])).columns

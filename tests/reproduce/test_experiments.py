@@ -6,8 +6,11 @@ import pytest
 from commands import ROOT
 
 from sparsam.reproduce.experiments import Row, chosen, find_experiments
-from sparsam.reproduce.plan import part_of, plan_runs
+from sparsam.reproduce.plan import part_of, plan_runs, without_known
+from sparsam.runs.directory import RunDirectory
+from sparsam.runs.run import read_run
 from sparsam.runs.schema import RecipeError
+from sparsam.training.planned import PlannedRun
 
 
 def test_a_row_is_named_after_what_it_changes():
@@ -15,6 +18,24 @@ def test_a_row_is_named_after_what_it_changes():
     assert row.name == "cifar10-resnet18-ssam-d-sparsity0.9-interval-none-sharpest"
     # what says where and how to compute is in no name
     assert row.recipe(["data.root=elsewhere", "train.precision=bf16", "train.epochs=30"]).name == f"{row.name}-epochs30"
+
+
+@pytest.mark.parametrize(("epochs", "name"), [("2", "-ramp2"), ("0.5", "-ramp0.5"), ("0", "")])
+def test_a_ramp_is_in_the_name_of_a_row(epochs, name):
+    row = Row("cifar100-resnet18-thrifty", (f"sam.ramp_epochs={epochs}",))
+    assert row.name == f"cifar100-resnet18-thrifty{name}"
+
+
+def test_a_committed_run_stands_for_the_recipe_without_a_ramp_alone():
+    """Its recipe.json is older than the setting."""
+    folder = ROOT / "results" / "thrifty" / "search" / "thrifty-layer3-fraction0.304-rho0.2-seed0"
+    run = read_run(folder)
+    assert "ramp_epochs" not in run.recipe["sam"]
+    assert RunDirectory(folder).recipe().sam.ramp_epochs == 0
+    changes = ["train.epochs=60", "data.validation=5000", "train.refresh_batchnorm=100"]
+    plain, ramped = (Row("cifar100-resnet18-thrifty", own).recipe(changes) for own in ((), ("sam.ramp_epochs=2",)))
+    planned = [PlannedRun(recipe, ROOT / recipe.name) for recipe in (plain, ramped)]
+    assert without_known(planned, [run]) == (planned[1:], [run])
 
 
 def test_names_of_tables_and_groups():

@@ -117,6 +117,8 @@ REFUSED = [
     ("sam.enabled=1", "sam.enabled must be true or false, but is 1"),
     ("sam.rho=-1", "sam.rho must be a number >= 0, but is -1.0"),
     ("sam.rho=none", "sam.rho must be a number >= 0, but is 'none'"),
+    ("sam.ramp_epochs=-0.5", "sam.ramp_epochs must be a number >= 0, but is -0.5"),
+    ("sam.ramp_epochs=none", "sam.ramp_epochs must be a number >= 0, but is 'none'"),
     ("data=3", "data must be a table of settings, but is 3"),
     ("name=3", "name must be a text, but is 3"),
     ("nonsense", "an override must have the form key=value, such as train.epochs=10, but is 'nonsense'"),
@@ -172,6 +174,14 @@ def test_refused(override, message):
         (
             "train.precision = 'fp16'\n[mask]\nname = 'suffix'\ncut = 'layer2'",
             "train.precision must be fp32 or bf16 for mask.name = suffix: fp16 steps have no closure",
+        ),
+        (
+            "sam.ramp_epochs = 1\n[schedule]\nname = 'last-steps'\nfraction = 0.3\nbefore = 'momentum'",
+            "sam.ramp_epochs must be 0 with schedule.before, whose steps would have rho = 0, but is 1",
+        ),
+        (
+            "sam.ramp_epochs = 0.5\nascent = {name = 'momentum', rho = 0.1}",
+            "sam.ramp_epochs must be 0 with ascent.rho, because the ramp is that of sam.rho, but is 0.5",
         ),
         ("[data", "recipe.toml is not valid TOML"),
         ("extends = 'gone.toml'", "recipe.toml: there is no recipe at "),

@@ -26,6 +26,7 @@ from sparsam import (
     NMMask,
     NormMask,
     ProportionalRho,
+    RampRho,
     RandomMask,
     TopKMask,
     diagonal_fisher,
@@ -193,6 +194,16 @@ CONSTRUCTION = [
         ValueError,
         "final must be a finite number >= 0, but is -1",
     ),
+    (
+        lambda: RampRho(SGD([w()], lr=0.1), steps=5),
+        ValueError,
+        "optimizer must be a SAM, but its parameter group 0 has no 'rho'",
+    ),
+    (lambda: RampRho(SAM([w()], SGD, lr=0.1), steps=0), ValueError, "steps must be a whole number >= 1, but is 0"),
+    (lambda: RampRho(SAM([w()], SGD, lr=0.1), 2.5), ValueError, "steps must be a whole number >= 1, but is 2.5"),
+    (lambda: RampRho(SAM([w()], SGD, lr=0.1), 5, -1), ValueError, "start must be a whole number >= 0, but is -1"),
+    (lambda: RampRho(SAM([w()], SGD, lr=0.1), 5, None), ValueError, "start must be a whole number >= 0, but is None"),
+    (lambda: RampRho(SAM([w()], SGD, lr=0.1), 5).go_to(0), ValueError, "t must be a whole number >= 1, but is 0"),
     # Fisher
     (
         lambda: diagonal_fisher(LINEAR, F.cross_entropy, torch.ones(4, 3), torch.zeros(3).long()),

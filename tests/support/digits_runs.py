@@ -14,7 +14,8 @@ CPU = torch.device("cpu")
 SHORT = ("train.epochs=2", "train.deterministic=true")
 TIMES = {"seconds", "elapsed", "step_ms"}
 
-# Every way to step: no SAM, a dense and two sparse masks, base steps before replayed ones, one pass before them.
+# Every way to step: no SAM, a dense and two sparse masks, base steps before replayed ones, rho rising in these, one pass
+# before them.
 METHODS = {
     "sgd": ("digits-sgd", []),
     "sam": ("digits-sam", []),
@@ -22,6 +23,7 @@ METHODS = {
     "ssam-d": ("digits-ssam-d", []),
     "ssam-c": ("digits-ssam-c", []),
     "thrifty": ("digits-thrifty", []),
+    "ramp": ("digits-thrifty", ["schedule.fraction=0.8", "sam.ramp_epochs=2"]),
     "momentum": ("digits-ssam-c", ["ascent=gradient", "schedule.before=momentum", "schedule.before.rho=0.5"]),
 }
 

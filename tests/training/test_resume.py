@@ -39,12 +39,14 @@ def whole(tmp_path_factory):
 
 # Where: after the last batch of epoch 2, whose metrics are yet to come; before batch 4 of epoch 2.
 DEATHS = {"evaluate": (2, (1, 12)), "_step": (16, (1, 3))}
+# Thrifty SAM is in: as "ramp", which dies while rho rises, and in the test of kill -9.
+QUICK = {("ssam-f", "evaluate"), *((method, "_step") for method in METHODS if method != "thrifty")}
 
 
 @pytest.mark.parametrize(
     ("method", "where"),
     [
-        pytest.param(method, where, marks=[pytest.mark.slow] if where == "evaluate" and method != "ssam-f" else [])
+        pytest.param(method, where, marks=[] if (method, where) in QUICK else [pytest.mark.slow])
         for method in METHODS
         for where in DEATHS
     ],

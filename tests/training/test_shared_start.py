@@ -30,10 +30,10 @@ from sparsam.training.turns import train_runs
 
 ROWS = {  # 24 steps, 12 an epoch
     "third": "sam.rho = 0.2\nschedule.fraction = 0.333",
-    "wider": "sam.rho = 0.5\nschedule.fraction = 0.333",
+    "wider": "sam = {rho = 0.5, ramp_epochs = 0.4}\nschedule.fraction = 0.333",
     "all of it": "mask = 'dense'\nschedule.fraction = 0.5",  # from the end of the first epoch on
     "longer": "ascent = 'gradient'\nschedule.fraction = 0.8",
-    "random": "mask = {name = 'random', sparsity = 0.5}\nschedule.fraction = 0.2",
+    "random": "mask = {name = 'random', sparsity = 0.5}\nsam.ramp_epochs = 0.25\nschedule.fraction = 0.2",
     "sam": "mask = 'dense'\nschedule = 'every-step'",
     "before": "schedule.before = {name = 'momentum', rho = 0.1}",
     "decay": "optimizer.weight_decay = 0.01\nschedule.fraction = 0.2",

@@ -83,7 +83,7 @@ def test_the_learning_rate_can_warm_up(tmp_path):
     expected = [1.0, *((1 + math.cos(math.pi * step / 24)) / 2 for step in (11, 23))]
     assert lrs == pytest.approx([0.05 * share for share in expected])
     short = new_run(recipe("sgd", "optimizer.warmup_epochs=5"), tmp_path / "short", device=CPU)
-    assert [short._lr(batch) for batch in (0, 11)] == pytest.approx([0.05 / 60, 0.05 * 12 / 60])
+    assert [short.over_time.lr(step) for step in (0, 11)] == pytest.approx([0.05 / 60, 0.05 * 12 / 60])
 
 
 def test_more_steps_than_the_epochs_have_are_not_taken(tmp_path):

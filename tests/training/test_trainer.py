@@ -17,7 +17,7 @@ from cases import same
 from sparsam import refresh_batchnorm
 from sparsam.analysis.run_objective import load_objective, run_mask
 from sparsam.errors import UserError
-from sparsam.passes import is_compiled
+from sparsam.inventory import is_compiled
 from sparsam.runs.build import build_loader, build_network
 from sparsam.runs.directory import RunDirectory
 from sparsam.training import RecipeError, train

@@ -50,18 +50,20 @@ class FriendlyAscent(Ascent):
         self, params: Sequence[Tensor], grads: Sequence[Tensor], memory: Memory, norm: Tensor
     ) -> Callable[[], None]:
         """Return what lets m follow g, where g is finite."""
+        kept = [memory[p] for p in params]
         together: dict[int, list[int]] = {}  # parameters that came in the same step share `seen`
-        for i, p in enumerate(params):
-            together.setdefault(id(memory[p]["seen"]), []).append(i)
+        for i, own in enumerate(kept):
+            together.setdefault(id(own["seen"]), []).append(i)
         updates: list[tuple[list[Tensor], list[Tensor]]] = []
         for indices in together.values():
-            seen = memory[params[indices[0]]]["seen"]
-            if sum(kept["seen"] is seen for kept in memory.values()) > len(indices):  # the others go their own way
+            seen = kept[indices[0]]["seen"]
+            others = len(memory) - len(indices)
+            if others and sum(own["seen"] is seen for own in memory.values()) > len(indices):  # they go their own way
                 seen = seen.clone()
                 for i in indices:
-                    memory[params[i]]["seen"] = seen
+                    kept[i]["seen"] = seen
             finite = norm.isfinite().to(seen.device)
-            means = local_parts(memory[params[i]]["mean"] for i in indices)
+            means = local_parts(kept[i]["mean"] for i in indices)
             new = blended(means, local_parts(grads[i] for i in indices), 1 - self.decay * seen, where=finite)
             updates.append(([*means, seen], [*new, torch.maximum(seen, finite.to(seen.dtype))]))
 

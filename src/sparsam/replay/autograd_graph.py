@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 def tensors_in(*values: Any) -> list[Tensor]:
     """Return the tensors in nested lists, tuples, dicts and data classes that torch knows."""
+    if len(values) == 1 and isinstance(values[0], Tensor):
+        return [values[0]]
     return [leaf for leaf in leaves_in(*values) if isinstance(leaf, Tensor)]
 
 

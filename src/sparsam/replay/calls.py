@@ -38,7 +38,7 @@ def intercepted(interceptors: Mapping[nn.Module, Interceptor]) -> Iterator[None]
 
 def _between(interceptor: Interceptor, call: Call) -> Call:
     def through(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return call(*args, **kwargs)
         return interceptor(call, args, kwargs)
 

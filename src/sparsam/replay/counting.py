@@ -29,7 +29,8 @@ from torch.utils.flop_counter import flop_registry
 
 from sparsam.checks import check_module
 from sparsam.errors import UserError, UserValueError
-from sparsam.passes import is_compiled, model_arguments, preserve_state
+from sparsam.inventory import is_compiled
+from sparsam.passes import model_arguments, preserve_state
 from sparsam.replay.autograd_graph import tensors_in
 from sparsam.replay.cuts import parameters_after, spans_after, weight_count
 from sparsam.replay.modules import unwrap

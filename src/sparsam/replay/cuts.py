@@ -23,7 +23,8 @@ from torch.utils.hooks import RemovableHandle
 
 from sparsam.checks import check_module
 from sparsam.errors import UserTypeError
-from sparsam.passes import is_compiled, preserve_state
+from sparsam.inventory import is_compiled
+from sparsam.passes import preserve_state
 from sparsam.replay.autograd_graph import leaf_of, node_of, reachable_nodes, tensors_in
 from sparsam.replay.calls import Call, intercepted
 from sparsam.replay.clock import Clock

@@ -57,7 +57,8 @@ class ReplayedPasses(Passes):
 
     def __init__(self, model: nn.Module | None, network: nn.Module, cut: str, replicas: Replicas) -> None:
         super().__init__(model)
-        self.replay, self.replicas = Replay(network, cut), replicas
+        shared = self._inventory if model is not None and unwrap(model) is unwrap(network) else None
+        self.replay, self.replicas = Replay(network, cut, shared), replicas
         self._is_alone = False  # whether the latest first pass has exchanged no gradients
         self._prefix: list[bool] = []  # which of the optimizer's parameters lie before the cut
         self._skipped: Iterable[nn.Module] = ()
@@ -65,7 +66,7 @@ class ReplayedPasses(Passes):
 
     def first(self, closure: Closure) -> Any:
         """Run and record the first pass; its gradient ends at the cut, where that is proven to be right."""
-        with self.replicas.first_pass(), self.replay.first_pass():
+        with self.replicas.first_pass(), self.replay.first_pass(self._before_first):
             loss = closure()
         self._is_alone = self.replay.exchanges_alone
         self.replay.learn(loss)
@@ -104,12 +105,9 @@ class ReplayedPasses(Passes):
         """Return for each parameter whether it lies in the suffix."""
         return [not p for p in self._prefix] + [True] * (len(params) - len(self._prefix))
 
-    def begin_second(self) -> None:
-        """Start the second pass, which leaves the buffers of the modules before the cut alone."""
-        self._skipped = self.replay.skipped_modules()
-        super().begin_second()
-
     def _keep_buffers(self, modules: Iterable[nn.Module]) -> None:
+        """Keep the buffers of all modules but those before the cut, which the second pass leaves alone."""
+        self._skipped = self.replay.skipped_modules()
         super()._keep_buffers(module for module in modules if module not in self._skipped)
 
     def _keep_skipped(self) -> None:
@@ -171,7 +169,7 @@ class ReplayedPasses(Passes):
         result = self._outcome(closure())
 
         def shorter() -> Any:
-            with self.replay.first_pass(proof=True) as shortened:
+            with self.replay.first_pass(self._before_first, proof=True) as shortened:
                 loss = closure()
             if shortened.path is not path or shortened.open:
                 raise NotProvenError(shortened.obstacle or "it took another path")
@@ -268,7 +266,8 @@ class ReplayedPasses(Passes):
 
 
 def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # is_available() takes longer
+    return started and torch.cuda.is_current_stream_capturing()
 
 
 def _uses_tf32(model: nn.Module) -> bool:

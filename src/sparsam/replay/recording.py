@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -85,6 +86,7 @@ class Recording:
     cut: str
     devices: frozenset[torch.device]
     trained: tuple[bool, ...]  # which parameters of the model are, and which modules are in training mode
+    start: RngState  # of random numbers, where the step started
     open: bool = False  # whether the gradient goes past the cut: the second pass cannot start there
     obstacle: str = ""  # why it is open, or why the second pass cannot start at the cut
     arguments: Kept | None = None  # of the outermost call: the batch
@@ -95,9 +97,8 @@ class Recording:
     before: Before | None = None
     between: set[Tensor] = field(default_factory=set)  # parameters that code between the modules has used
     path: Path | None = None  # that was taken to the cut
-    start: RngState = field(default_factory=dict)  # of random numbers, where the model was called
     random: RngState = field(default_factory=dict)  # at the cut
-    draws: bool = False  # whether random numbers were drawn between the two
+    draws: bool = False  # whether random numbers were drawn since the start
     autocast: tuple[tuple[str, torch.dtype], ...] = ()  # at the cut: devices that cast, and to what
     sums: list[Tensor] = field(default_factory=list)  # of the cut's input, to see whether its values stay
     crossed: list[bool] = field(default_factory=list)  # not empty if a gradient arrived before the cut
@@ -129,7 +130,8 @@ class Recorder:
     ) -> None:
         self.recording, self.reach, self.parameters, self.keeps_random = recording, reach, parameters, keeps_random
         self._detach: Callable[[Tensor], Tensor] = Tensor.detach
-        self._grads: list[tuple[Tensor | None, int]] = []  # of the parameters, with versions, at the model's call
+        self._grads: list[Tensor | None] = []  # of the parameters, where the model was called, ...
+        self._versions: list[int] = []  # ... and their versions
         self._known: set[Node] = set()  # nodes that modules have returned
 
     def model(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -147,17 +149,18 @@ class Recorder:
             recording.suffix.add(name)
             return call(*args, **kwargs)
         self._enter(args, kwargs)
-        self._note_between(tensors_in(args, kwargs))
-        containers = contents(args, kwargs)
+        inputs, arguments, containers = taken_apart(args, kwargs)
+        self._note_between(inputs)
         output = call(*args, **kwargs)
         if containers and containers != contents(args, kwargs):
             recording.obstacle = recording.obstacle or f"{name!r} changes a list or dict that it is given"
         if recording.input is None:  # a module that holds the cut in a second place is not before it
             tensors = tensors_in(output)
-            self._known.update(node for t in tensors if (node := node_of(t)) is not None)
+            for t in tensors:
+                if (node := node_of(t)) is not None:
+                    self._known.add(node)
             random = get_rng_state(recording.devices) if self.keeps_random else {}
-            kept = Kept(output, _versions(tensors))
-            recording.calls.append(PastCall(name, plain_arguments(args, kwargs), kept, random))
+            recording.calls.append(PastCall(name, arguments, Kept(output, _versions(tensors)), random))
         return output
 
     def at_cut(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -186,12 +189,11 @@ class Recorder:
         recording = self.recording
         if recording.arguments is None:
             recording.arguments = keep((args, kwargs))
-            recording.start = get_rng_state(recording.devices)
-            self._grads = [_gradient(p) for p in self.parameters]
+            self._grads, self._versions = _gradients(self.parameters)
             if any(t.requires_grad and t.is_leaf for t in tensors_in(args, kwargs)):
                 recording.stay_open("the batch requires a gradient, which has to go all the way")
 
-    def _note_between(self, tensors: list[Tensor]) -> None:
+    def _note_between(self, tensors: Sequence[Tensor]) -> None:
         """Note the parameters that code between the modules has used on the way to these tensors."""
         new = [t for t in tensors if t.grad_fn not in self._known]
         if new:
@@ -226,16 +228,21 @@ class Recorder:
             )
         if not self.keeps_random and recording.draws:
             recording.stay_open(f"random numbers are drawn before {recording.cut!r}, and were not in earlier steps")
-        now = map(_gradient, self.parameters)
-        pairs = zip(self.parameters, self._grads, now, strict=True)
-        changed = [p for p, (old, before), (new, after) in pairs if old is not new or before != after]
-        self.reach(recording, key, changed)
+        self.reach(recording, key, self._with_new_gradients())
         if recording.before is not None and not recording.before.trained_after:
             recording.stay_open(f"nothing after {recording.cut!r} is trained")
         if recording.path is not None and recording.path.custom:  # reentrant checkpointing asks for a gradient
             self._detach = end_of_gradient
         if not recording.open:
             self._watch(inputs)
+
+    def _with_new_gradients(self) -> list[Tensor]:
+        """Return the parameters whose gradients were set, or changed in place, since the model was called."""
+        grads, versions = _gradients(self.parameters)
+        if versions == self._versions and all(map(is_, grads, self._grads)):
+            return []
+        rows = zip(self.parameters, grads, self._grads, versions, self._versions, strict=True)
+        return [p for p, grad, old, version, old_version in rows if grad is not old or version != old_version]
 
     def _watch(self, inputs: list[Tensor]) -> None:
         """Notice gradients that arrive before the cut: at what modules returned, or code between them has made."""
@@ -245,15 +252,27 @@ class Recorder:
                 self.recording.hooks.append(node.register_prehook(lambda _: crossed.append(True)))
 
 
-def _gradient(p: Tensor) -> tuple[Tensor | None, int]:
-    """Return the gradient of a parameter, and its version."""
-    grad = p.grad
-    return grad, -1 if grad is None else version_of(grad)
+def _gradients(params: Sequence[Tensor]) -> tuple[list[Tensor | None], list[int]]:
+    """Return the gradients of parameters, and their versions."""
+    grads = [p.grad for p in params]
+    return grads, [-1 if grad is None else version_of(grad) for grad in grads]
+
+
+def taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Tensor], tuple[Any, ...], list[Any]]:
+    """Return the tensors among arguments, and what :func:`plain_arguments` and :func:`contents` return."""
+    if _only_tensors(args, kwargs):
+        return args, (), []
+    return tensors_in(args, kwargs), plain_arguments(args, kwargs), contents(args, kwargs)
+
+
+def _only_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether arguments are plain tensors and nothing else, as in most calls: the rest takes time."""
+    return not kwargs and {*map(type, args)} == {Tensor}
 
 
 def plain_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Return what tells one call from another: arguments that are no tensors, by value or, failing that, by type."""
-    if not kwargs and all(type(value) is Tensor for value in args):  # as most calls are; the rest takes time
+    if _only_tensors(args, kwargs):
         return ()
     values = [*enumerate(args), *sorted(kwargs.items())]
     return tuple(

@@ -28,7 +28,7 @@ in the second pass: exact all the same, and one warning says why.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import zip_longest
@@ -40,7 +40,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsam.distributed.shards import any_dtensor, fsdp_modules
 from sparsam.errors import warn
-from sparsam.passes import is_compiled, modules_of, parameters_in
+from sparsam.inventory import Inventory, is_compiled, modules_of
+from sparsam.randomness import RngState
 from sparsam.replay.autograd_graph import is_parameter, node_of, reachable_nodes, tensors_in
 from sparsam.replay.calls import intercepted
 from sparsam.replay.modules import Places, places_of, unwrap
@@ -60,10 +61,12 @@ class Replay:
     Args:
         model: Any module whose parts are called by Python code. Of a DistributedDataParallel, its inside.
         cut: The name of the module whose input is the cut.
+        inventory: Of the model, at which the caller looks once a step; None: it is looked at here.
     """
 
-    def __init__(self, model: nn.Module, cut: str) -> None:
+    def __init__(self, model: nn.Module, cut: str, inventory: Inventory | None = None) -> None:
         self.wrapper, self.model, self.cut = model, unwrap(model), cut
+        self.distributed = isinstance(model, DistributedDataParallel)
         self.recording: Recording | None = None
         self.settled: frozenset[Tensor] | None = None  # the suffix, where other processes have agreed to it
         self.proves = True  # whether new paths are proven; tests of the other rules switch it off
@@ -74,8 +77,9 @@ class Replay:
         self._places: Places | None = None
         self._ahead: list[tuple[str, nn.Module]] = []  # modules before the cut, from the next step on
         self._keeps_random: bool | None = None  # whether random numbers were ever drawn before the cut, as far as known
-        self._modules: list[nn.Module] = []  # of the model, as the latest first pass found them
-        self._skipped: dict[tuple[frozenset[str], ...], set[nn.Module]] = {}  # those before the cut, by what is called
+        self._inventory = inventory or Inventory(self.model)
+        self._looks = inventory is None
+        self._skipped: dict[Hashable, set[nn.Module]] = {}  # modules before the cut, by what is called
         self._equal_copies = False  # whether the closure makes its batch anew in each call, with the same values
         self._off: str | None = None  # why replay is not even tried
         self._sharded = False  # as the latest first pass found the model
@@ -90,13 +94,8 @@ class Replay:
         return {
             **self.__dict__,
             **nothing,
-            **{"latest": deque(maxlen=2), "_paths": {}, "_ahead": [], "_by_name": {}, "_modules": [], "_skipped": {}},
+            **{"latest": deque(maxlen=2), "_paths": {}, "_ahead": [], "_by_name": {}, "_skipped": {}},
         }
-
-    @property
-    def distributed(self) -> bool:
-        """Whether the model is inside a DistributedDataParallel."""
-        return isinstance(self.wrapper, DistributedDataParallel)
 
     @property
     def exchanges_alone(self) -> bool:
@@ -110,26 +109,26 @@ class Replay:
     # ------------------------------------------------------------------------------------------ first pass
 
     @contextmanager
-    def first_pass(self, *, proof: bool = False) -> Iterator[Recording]:
+    def first_pass(self, start: RngState, *, proof: bool = False) -> Iterator[Recording]:
         """Record the block's forward pass, and let its backward pass end at the cut.
 
         Args:
+            start: The states of torch's generators, as they are now.
             proof: End it there although the path is not proven yet.
         """
         if self._ahead and self._places and not proof:
             self._places = self._places._replace(before=self._ahead)
             self._ahead = []
-        modules = modules_of(self.model)
-        if modules != self._modules:
-            self._modules, self._skipped = modules, {}
-        sharded = fsdp_modules(modules)
+        if self._looks or not self._steps:  # the model may have been sharded since its optimizer was built
+            self._inventory.look()
+        sharded = fsdp_modules(self._inventory.modules)
         for module in sharded:
             module.reshard()  # what was gathered stands in for the parameters
-        params = parameters_in(modules)
+        params = self._inventory.parameters
         self._sharded = bool(sharded) or any_dtensor(params)
         devices = frozenset([p.device for p in params])
         modes = self.model.training, self._where().cut.training
-        recording = Recording(self.cut, devices, (*[p.requires_grad for p in params], *modes))
+        recording = Recording(self.cut, devices, (*[p.requires_grad for p in params], *modes), start)
         if self._sharded:
             self._by_name = dict(self.model.named_parameters(remove_duplicate=False))
             recording.stay_open(SHARDED)
@@ -154,13 +153,13 @@ class Replay:
         recording = self.recording
         if recording is None or recording.open:
             return set()
-        called = frozenset(call.name for call in recording.calls), frozenset({recording.cut, *recording.suffix})
-        if called not in self._skipped:  # once: walking modules takes time
-            prefix, suffix = map(self._inside, called)
-            self._skipped[called] = prefix - suffix
-        return self._skipped[called]
+        before, after = tuple([call.name for call in recording.calls]), frozenset((recording.cut, *recording.suffix))
+        key = before, after, self._inventory.changes
+        if key not in self._skipped:  # once: walking modules takes time
+            self._skipped[key] = self._inside(before) - self._inside(after)
+        return self._skipped[key]
 
-    def _inside(self, names: frozenset[str]) -> set[nn.Module]:
+    def _inside(self, names: Iterable[str]) -> set[nn.Module]:
         return {module for name in names for module in modules_of(self.model.get_submodule(name))}
 
     def _reach(self, recording: Recording, key: tuple[Any, ...], with_gradient: list[Tensor], *, proof: bool) -> None:

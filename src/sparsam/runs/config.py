@@ -63,10 +63,14 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class SamConfig:
-    """Sharpness-aware minimization. Without it the base optimizer trains alone."""
+    """Sharpness-aware minimization. Without it the base optimizer trains alone.
+
+    rho rises in a line for `ramp_epochs`, whole or not, from the first step that perturbs on. 0: it does not change.
+    """
 
     enabled: bool = True
     rho: float = not_negative(0.1)
+    ramp_epochs: float = not_negative(0.0)
     adaptive: bool = False
 
 

@@ -147,3 +147,12 @@ def _check_together(recipe: Recipe) -> None:
     for key, ascent in ascents.items():
         if ascent and ascent.name == "momentum" and recipe.optimizer.momentum == 0:
             raise RecipeError(f"optimizer.momentum must be above 0 for {key}.name = momentum, but is 0")
+    ramp = recipe.sam.ramp_epochs
+    if ramp and recipe.schedule.before:
+        raise RecipeError(
+            f"sam.ramp_epochs must be 0 with schedule.before, whose steps would have rho = 0, but is {ramp:g}"
+        )
+    if ramp and recipe.ascent.rho is not None:
+        raise RecipeError(
+            f"sam.ramp_epochs must be 0 with ascent.rho, because the ramp is that of sam.rho, but is {ramp:g}"
+        )

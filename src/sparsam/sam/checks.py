@@ -17,7 +17,7 @@ from sparsam.ascents import Ascent
 from sparsam.checks import check_module, check_number, check_rho, check_whole
 from sparsam.distributed.shards import any_dtensor, fsdp_modules, is_dtensor, local
 from sparsam.errors import UserRuntimeError, UserTypeError, UserValueError
-from sparsam.passes import modules_of
+from sparsam.inventory import modules_of
 from sparsam.settings import Policy, differences
 
 
@@ -247,10 +247,11 @@ def _check_shared_storage(base: Optimizer) -> None:
             others.append((start, end, i, rho))
 
 
-def check_gradients(params: Sequence[Tensor]) -> None:
+def check_gradients(grads: Sequence[Tensor | None]) -> None:
     """Refuse to perturb without any gradient, or by a sparse one."""
-    check_any_gradient(params)
-    for i, layout in enumerate([None if (grad := p.grad) is None else grad.layout for p in params]):
+    layouts = [None if grad is None else grad.layout for grad in grads]
+    check_any_gradient(layouts)
+    for i, layout in enumerate(layouts):
         if layout is not None and layout != torch.strided:
             raise UserRuntimeError(
                 f"gradients must be dense, but that of parameter {i} has the layout {layout}; build the "
@@ -258,9 +259,9 @@ def check_gradients(params: Sequence[Tensor]) -> None:
             )
 
 
-def check_any_gradient(params: Sequence[Tensor]) -> None:
-    """Refuse a step without any gradient."""
-    if all(p.grad is None for p in params):
+def check_any_gradient(grads: Iterable[object]) -> None:
+    """Refuse a step without any gradient: all are None."""
+    if all(grad is None for grad in grads):
         raise UserRuntimeError("no parameter has a gradient: call backward() first")
 
 

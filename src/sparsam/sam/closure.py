@@ -37,9 +37,8 @@ class ClosureCheck:
     def __getstate__(self) -> dict[str, object]:
         return {"cleared": False, "_proven": set(), "_trained": None}  # code cannot be copied
 
-    @torch.no_grad()
     def call(self, closure: Callable[[], Any], params: Sequence[Tensor], used: UsedGradients | None = None) -> Any:
-        """Call a closure.
+        """Call a closure, where gradients are enabled.
 
         Args:
             closure: The closure.
@@ -48,35 +47,44 @@ class ClosureCheck:
         """
         accumulated = used is not None and used.any_new(params)
         code = getattr(closure, "__code__", type(closure))  # a closure is mostly made anew in each step
-        checks = code not in self._proven and not accumulated
-        needs_old = checks or accumulated  # elsewhere nothing must keep the memory of old gradients
-        before = [(p, p.grad) for p in params if p.grad is not None] if needs_old else []
-        makes_up = checks and not before and any(p is self._trained for p in params)
+        self.cleared = False
+        if code in self._proven and not accumulated:  # nothing must keep the memory of old gradients
+            return closure()
+        before = [(p, p.grad) for p in params if p.grad is not None]
+        if not accumulated:
+            return self._prove(closure, code, params, before)
+        result = closure()
+        if not self.cleared and any(p.grad is grad for p, grad in before):
+            raise UserRuntimeError(ACCUMULATED)
+        return result
+
+    def _prove(
+        self, closure: Callable[[], Any], code: object, params: Sequence[Tensor], before: list[tuple[Tensor, Tensor]]
+    ) -> Any:
+        """Call a closure that has not been seen to clear old gradients; `before` are those."""
+        makes_up = not before and any(p is self._trained for p in params)
         if makes_up and (p := self._trained) is not None:
             p.grad = torch.zeros_like(p)
             before = [(p, p.grad)]
-        dense = [(p, grad) for p, grad in before if grad.layout == torch.strided] if checks else []
-        for _, grad in dense:
-            grad.fill_(torch.nan)
-        self.cleared = False
+        dense = [(p, grad) for p, grad in before if grad.layout == torch.strided]
+        with torch.no_grad():
+            for _, grad in dense:
+                grad.fill_(torch.nan)
         try:
-            with torch.enable_grad():
-                result = closure()
+            result = closure()
         except BaseException:
             for p, grad in dense:
                 p.grad = None if p.grad is grad else p.grad  # it may hold NaN
             raise
-        if accumulated and not self.cleared and any(p.grad is grad for p, grad in before):
-            raise UserRuntimeError(ACCUMULATED)
-        if before and checks:
-            left = [grad for p, grad in dense if p.grad is grad]
-            if not self.cleared and any(bool(grad.isnan().any()) for grad in left):
-                for p in params:
-                    p.grad = None
-                raise UserRuntimeError(NOT_CLEARED)
-            self._proven.add(code)
-            if makes_up and left and not bool(left[0].any()):  # the closure has filled it with zeros, and not used it
-                before[0][0].grad = None
-        elif checks:
+        if not before:
             self._trained = next((p for p in params if p.grad is not None), None)
+            return result
+        left = [grad for p, grad in dense if p.grad is grad]
+        if not self.cleared and any(bool(grad.isnan().any()) for grad in left):
+            for p in params:
+                p.grad = None
+            raise UserRuntimeError(NOT_CLEARED)
+        self._proven.add(code)
+        if makes_up and left and not bool(left[0].any()):  # the closure has filled it with zeros, and not used it
+            before[0][0].grad = None
         return result

@@ -211,7 +211,7 @@ class SAM(Wrapper):
         finally:
             self._phase = Phase.IDLE
             self._passes.drop_copies()
-        check_any_gradient(params)  # also where a base step could do without: later steps cannot
+        check_any_gradient(p.grad for p in params)  # also where a base step could do without: later steps cannot
         return loss
 
     def _end_pass(self, ascent: Ascent | None) -> None:
@@ -230,6 +230,7 @@ class SAM(Wrapper):
             )
         self._leave(Phase.READY)
         self._base_step()
+        self._start()  # step(closure) starts by itself
 
     @eager
     def first_step(self, zero_grad: bool = False, scale: float | Tensor | None = None) -> None:
@@ -292,6 +293,7 @@ class SAM(Wrapper):
         """Give up a step that `first_step` began: go back to w, bit for bit. Does nothing between steps."""
         self._leave(Phase.IDLE)
 
+    @eager
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients. Between two steps, the next step starts here, whatever was pending."""
         if self._phase is Phase.IDLE or self._phase is Phase.READY:
@@ -357,7 +359,7 @@ class SAM(Wrapper):
         self._perturber.commit()
         self.base_optimizer.step()
         self.steps += 1
-        self._start()
+        self._phase = Phase.IDLE
         self._used_gradients.note(self._params())
 
     def _check_groups(self) -> None:
@@ -384,10 +386,9 @@ class SAM(Wrapper):
         self._start()
 
     def _settings(self) -> dict[str, Any]:
-        policies = {"mask": self.mask, "ascent": self.ascent, "schedule": self.schedule}
-        settings = {name: policy.settings() for name, policy in policies.items()}
-        base = type(self.base_optimizer).__name__
-        return {"base": base, "adaptive": self.adaptive, **settings, **self._replicas.settings()}
+        policies = {name: getattr(self, name).settings() for name in ("mask", "ascent", "schedule")}
+        own = {"base": type(self.base_optimizer).__name__, "adaptive": self.adaptive}
+        return {**own, **policies, **self._replicas.settings()}
 
     def __repr__(self) -> str:
         base = f"base: {type(self.base_optimizer).__name__}, {self.steps:,} steps taken"

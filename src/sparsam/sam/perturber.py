@@ -90,13 +90,13 @@ class Perturber:
             used = [i for i, p in enumerate(params) if p.requires_grad]
             selection: Selection = [True] * len(params)
         else:
-            check_gradients(params)
+            check_gradients([p.grad for p in params])
             self.replicas.check_first_pass()
             self.passes.find_scope(params)
             in_scope = self.passes.in_scope(params)
             selection = self.mask.selection(params, _eligible(params, in_scope), step)
-            used = [i for i, p in enumerate(params) if p.grad is not None and in_scope[i]]
-            grads = [params[i].grad for i in used]  # type: ignore[misc]
+            there = [(i, grad) for i, p in enumerate(params) if in_scope[i] and (grad := p.grad) is not None]
+            used, grads = [i for i, _ in there], [grad for _, grad in there]
             if sharded:
                 grads = [aligned(grad, params[i]) for i, grad in zip(used, grads, strict=True)]
             if scale is not None:

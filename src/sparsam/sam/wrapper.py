@@ -54,6 +54,15 @@ class Wrapper(Optimizer):
     def state(self, state: defaultdict[Tensor, Any]) -> None:
         self.base_optimizer.state = state
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients."""
+        if not set_to_none:
+            super().zero_grad(False)
+            return
+        for group in self.param_groups:  # torch's own also labels this for a profiler, which takes longer than the rest
+            for p in group["params"]:
+                p.grad = None
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters; the mask is made anew in the next step."""
         rho = param_group.get("rho", self.defaults["rho"])

@@ -95,6 +95,18 @@ def build_schedule(config: Any, total_steps: int) -> Schedule:
         return SCHEDULES[config.name](config, total_steps)
 
 
+def base_steps(schedule: Schedule, ascent: Ascent, total_steps: int) -> int:
+    """Return how many base steps a run takes before all others.
+
+    Args:
+        schedule: Which steps perturb.
+        ascent: The optimizer's.
+        total_steps: The steps of the run.
+    """
+    perturbs = (step for step in range(total_steps) if schedule.ascent(step, ascent) is not None)
+    return next(perturbs, total_steps)
+
+
 def build_base(recipe: Recipe, model: nn.Module, *, captured: bool) -> torch.optim.Optimizer:
     """Build the base optimizer.
 

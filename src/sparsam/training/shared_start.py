@@ -21,7 +21,7 @@ from sparsam.runs.directory import RunDirectory
 from sparsam.runs.files import RunError
 from sparsam.runs.lock import Locked
 from sparsam.runs.recipe import Recipe
-from sparsam.training.build import build_ascent, build_schedule
+from sparsam.training.build import base_steps, build_ascent, build_schedule
 from sparsam.training.environment import describe_environment
 from sparsam.training.planned import PlannedRun
 from sparsam.training.trainer import Trainer
@@ -63,9 +63,9 @@ class SharedStart:
     def attach(self, trainer: Trainer) -> None:
         """Let a run leave checkpoints for those that wait for it. Those that it cannot serve share with each other."""
         path, missed = trainer.directory.path, []
-        own = _base_steps(trainer.recipe, trainer.total_steps)
+        own = _shareable_steps(trainer.recipe, trainer.total_steps)
         for run in self._waiting.get(path, []).copy():
-            steps = _base_steps(run.recipe, trainer.total_steps)
+            steps = _shareable_steps(run.recipe, trainer.total_steps)
             if trainer.steps_taken < steps <= own:
                 trainer.after_step.setdefault(steps, []).append(partial(self._leave, run))
             else:
@@ -129,10 +129,10 @@ def _write_start(directory: RunDirectory, recipe: Recipe, trainer: Trainer) -> N
 
 def _rank(run: PlannedRun) -> int:
     """Return how many of 10,000 steps are base steps that come first: runs that could share have equally many steps."""
-    return _base_steps(run.recipe, 10_000)
+    return _shareable_steps(run.recipe, 10_000)
 
 
-def _base_steps(recipe: Recipe, total_steps: int) -> int:
+def _shareable_steps(recipe: Recipe, total_steps: int) -> int:
     """Return how many base steps a run takes before all others; 0 if it cannot share them."""
     if recipe.train.precision == "fp16":
         return 0  # a gradient scaler leaves out steps, which SAM's schedule does not count
@@ -142,7 +142,7 @@ def _base_steps(recipe: Recipe, total_steps: int) -> int:
         schedule, ascent = build_schedule(recipe.schedule, total_steps), build_ascent(recipe.ascent)
     except UserError:
         return 0  # it fails in its own turn, under its own name
-    return next(step for step in range(total_steps) if schedule.ascent(step, ascent) is not None)
+    return base_steps(schedule, ascent, total_steps)
 
 
 def _base_recipe(recipe: Recipe) -> Recipe:

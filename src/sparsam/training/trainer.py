@@ -35,6 +35,7 @@ from sparsam.training.build import Context, build_optimizer
 from sparsam.training.flops import theoretical_flops
 from sparsam.training.interrupt import Interrupted, stopping_on_signals
 from sparsam.training.mask_statistics import MaskStatistics
+from sparsam.training.over_time import OverTime
 from sparsam.training.progress import Progress
 from sparsam.training.ranks import Ranks
 from sparsam.training.step import TrainingStep, autocast, is_captured
@@ -71,6 +72,7 @@ class Trainer:
         run = Context(self.replica, self.loader, self.loader.steps, self.total_steps, recipe.train.seed)
         self.opt = build_optimizer(recipe, run, captured=is_captured(recipe, self.device))
         self.sam = self.opt if isinstance(self.opt, SAM) else None
+        self.over_time = OverTime(recipe, self.opt, epoch_steps=self.loader.steps, total_steps=self.total_steps)
         self.step = TrainingStep(recipe, self.replica, self.opt, self.device)
         self.ranks.seed_by_rank(recipe.train.seed)
 
@@ -135,7 +137,7 @@ class Trainer:
         for x, y in self.loader.epoch(self.epoch, self.batch):
             if self.batch == self._epoch_steps:
                 break
-            self._set_lr()
+            self.over_time.set(self.steps_taken)
             self.loss_sum += self._step(x, y)
             self.batch += 1
             if self.batch == 1 or self.batch % 10 == 0:
@@ -196,21 +198,6 @@ class Trainer:
         ascent = self._ascent(step)
         return ascent is not None and ascent.passes == 2
 
-    def _lr(self, batch: int) -> float:
-        """Return the learning rate of a batch of this epoch: a line up, then a cosine to 0 at the end of the run."""
-        settings, done = self.recipe.optimizer, self.epoch * self.loader.steps + batch
-        warm_up = settings.warmup_epochs * self.loader.steps
-        if done < warm_up:
-            return settings.lr * (done + 1) / warm_up
-        return settings.lr * (1 + math.cos(math.pi * (done - warm_up) / (self.total_steps - warm_up))) / 2
-
-    def _set_lr(self) -> None:
-        for group in self.opt.param_groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(self._lr(self.batch))
-            else:
-                group["lr"] = self._lr(self.batch)
-
     # --------------------------------------------------------------------------------------- what is measured
 
     @torch.no_grad()
@@ -241,7 +228,7 @@ class Trainer:
             "train_loss": self.loss_sum.item() / steps,
             "test_loss": loss,
             "test_accuracy": accuracy,
-            "lr": self._lr(steps - 1),
+            "lr": self.over_time.lr(first + steps - 1),
             "seconds": self.seconds,
             "elapsed": self.elapsed + self.seconds,
             "step_ms": 1000 * self.seconds / steps,
