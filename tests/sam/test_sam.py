@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from typing import get_overloads
 
 import numpy as np
 import pytest
@@ -296,3 +297,9 @@ def test_it_shows_how_it_perturbs():
         "ascent: GradientAscent()",
         "schedule: EveryNth(n=3)",
     ]
+
+
+def test_a_type_checker_knows_what_a_step_returns():
+    without, with_closure = get_overloads(SAM.step)
+    assert without.__annotations__ == {"closure": "None", "return": "None"}
+    assert with_closure.__annotations__ == {"closure": "Callable[[], T]", "return": "T"}

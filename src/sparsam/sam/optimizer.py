@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,8 @@ from sparsam.sam.phase import Phase, UsedGradients
 from sparsam.sam.wrapper import Wrapper, eager
 from sparsam.schedules import EveryStep, Schedule
 from sparsam.selection import expand
+
+T = TypeVar("T")
 
 
 class SAM(Wrapper):
@@ -156,6 +158,12 @@ class SAM(Wrapper):
         SAM.__init__(self, (), lambda _: base_optimizer, rho, *policies)
         return self
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], T]) -> T: ...
+
     @eager
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
@@ -219,15 +227,7 @@ class SAM(Wrapper):
         if self._phase is Phase.IDLE and ascent is None:
             self._coming.warn_without_closure()
             self._ascend(None, repeats=False)
-        elif self._phase is Phase.IDLE and ascent is not None and ascent.passes == 1:
-            raise UserRuntimeError(
-                f"step() without closure needs `with opt.perturbed():` around the backward pass in a step of {ascent!r}"
-            )
-        elif self._phase in (Phase.IDLE, Phase.FIRST_PASS, Phase.ONLY_PASS):
-            raise UserRuntimeError(
-                f"step() without closure ends a step that first_step() or perturbed() began, but the optimizer is "
-                f"{self._phase.value}: SAM needs two gradients. Pass a closure, or call first_step() before it"
-            )
+        self._phase.refuse_to_end(ascent)
         self._leave(Phase.READY)
         self._base_step()
         self._start()  # step(closure) starts by itself

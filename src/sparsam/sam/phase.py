@@ -8,6 +8,7 @@ from enum import Enum
 
 from torch import Tensor
 
+from sparsam.ascents import Ascent
 from sparsam.distributed.shards import local_parts
 from sparsam.errors import UserRuntimeError
 
@@ -29,6 +30,18 @@ class Phase(Enum):
             raise UserRuntimeError(
                 f"{what} cannot be called while the optimizer is {self.value}; end the step first with "
                 "second_step(), or give it up with restore()"
+            )
+
+    def refuse_to_end(self, ascent: Ascent | None) -> None:
+        """Refuse `step()` without closure where no step was begun that it could end."""
+        if self is Phase.IDLE and ascent is not None and ascent.passes == 1:
+            raise UserRuntimeError(
+                f"step() without closure needs `with opt.perturbed():` around the backward pass in a step of {ascent!r}"
+            )
+        if self in (Phase.IDLE, Phase.FIRST_PASS, Phase.ONLY_PASS):
+            raise UserRuntimeError(
+                f"step() without closure ends a step that first_step() or perturbed() began, but the optimizer is "
+                f"{self.value}: SAM needs two gradients. Pass a closure, or call first_step() before it"
             )
 
 
