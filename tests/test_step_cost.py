@@ -59,6 +59,14 @@ def test_the_ratio_of_each_round_counts_and_base_steps_are_plain_ones():
     assert clock.called == [1, 3, 1, 3, 1, 2] + [1, 2] * 4  # the first two on a path prove it
 
 
+def tensors(value, path=""):
+    """Return all tensors of an optimizer's state, by where they lie."""
+    if isinstance(value, torch.Tensor):
+        return {path: value}
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return {key: t for name, inner in items for key, t in tensors(inner, f"{path}.{name}").items()}
+
+
 @pytest.mark.parametrize("steps_before", [0, 3, 9])
 def test_nothing_moves(steps_before):
     """A run that was measured goes on as one that was not, before and after the switch."""
@@ -73,14 +81,70 @@ def test_nothing_moves(steps_before):
     cost = measure_cost(model, closure, opt, rounds=2)
     assert cost.rounds == 2
     assert 0 < cost.low <= cost.median <= cost.high
-    assert [key for key in differences(before, snapshot(model)) if "gradient" not in key] == []
-    assert all(p.grad is None for p in model.parameters())
-    assert str(opt.state_dict()) == str(state)
+    assert differences(before, snapshot(model)) == []
+    now, then = tensors(opt.state_dict()), tensors(state)
+    assert now.keys() == then.keys()
+    assert all(torch.equal(now[key], then[key]) for key in now)
     for _ in range(10 - steps_before):
         for _, opt, closure, _ in runs:
             torch.manual_seed(2)
             opt.step(closure)
     assert differences(snapshot(model), snapshot(twin)) == []
+
+
+def test_the_optimizer_keeps_its_tensors_its_hooks_are_left_alone_and_so_are_weights_that_it_does_not_have():
+    model, batch = CASES["vgg"].model(), CASES["vgg"].batch()
+    own = list(model.parameters())[2:]
+    rho, lr = torch.tensor(0.1), torch.tensor(0.01)
+    opt = SAM(own, torch.optim.Adam, rho=rho, model=model, lr=lr)
+    closure, hooked = closure_of(model, opt.zero_grad, batch), []
+    opt.step(closure)
+    opt.register_step_post_hook(lambda *_: hooked.append(1))
+    foreign = next(model.parameters())
+    gradient, values = foreign.grad, foreign.grad.clone()
+    moments = {p: dict(opt.state[p]) for p in own}
+    group, weights = dict(opt.param_groups[0]), [p.detach().clone() for p in own]
+    measure_cost(model, closure, opt, rounds=1)
+    assert hooked == []
+    assert foreign.grad is gradient
+    assert torch.equal(gradient, values)
+    assert all(opt.param_groups[0][key] is value for key, value in group.items() if not isinstance(value, tuple))
+    assert (rho.item(), lr.item()) == (pytest.approx(0.1), pytest.approx(0.01))
+    assert all(opt.state[p][key] is value for p, kept in moments.items() for key, value in kept.items())
+    assert all(opt.state[p]["step"] == 1 for p in own)
+    assert all(torch.equal(p, w) for p, w in zip(own, weights, strict=True))
+
+
+def test_state_of_another_dtype_stays():
+    """As master weights in float32 are kept beside weights in bfloat16."""
+    model = torch.nn.Linear(3, 2).bfloat16()
+    opt = SAM(model.parameters(), torch.optim.SGD, lr=0.1)
+    opt.state[model.weight]["master"] = torch.full((2, 3), 1 + 2.0**-20)
+    measure_cost(
+        model,
+        closure_of(model, opt.zero_grad, (torch.ones(4, 3).bfloat16(), torch.zeros(4, dtype=torch.int64))),
+        opt,
+        rounds=1,
+    )
+    assert opt.state[model.weight]["master"].eq(1 + 2.0**-20).all()
+
+
+def test_a_buffer_that_the_first_forward_fills_is_empty_again():
+    class Fills(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(3, 2)
+            self.register_buffer("seen", None)
+
+        def forward(self, x):
+            self.seen = x.mean(0) if self.seen is None else self.seen
+            return super().forward(x - self.seen)
+
+    model = Fills()
+    opt = SAM(model.parameters(), torch.optim.SGD, model=model, lr=0.1)
+    measure_cost(
+        model, closure_of(model, opt.zero_grad, (torch.ones(4, 3), torch.zeros(4, dtype=torch.int64))), opt, rounds=1
+    )
+    assert model.seen is None
 
 
 def test_nothing_moves_if_the_closure_fails():
@@ -105,5 +169,9 @@ def test_refused():
         measure_cost(model, closure, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(TypeError, match="model must be a module, but is a generator"):
         measure_cost(model.parameters(), closure, opt)
+    with pytest.raises(TypeError, match=r"closure must be a function, as for opt\.step, but is a NoneType"):
+        measure_cost(model, None, opt)
+    with pytest.raises(ValueError, match="model must be the one that opt trains, but does not have all of"):
+        measure_cost(copy.deepcopy(model), closure, opt)
     with pytest.raises(ValueError, match="rounds must be a whole number >= 1, but is 0"):
         measure_cost(model, closure, opt, rounds=0)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from statistics import quantiles
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from sparsam.checks import check_module, check_whole
-from sparsam.errors import UserTypeError
+from sparsam.errors import UserTypeError, UserValueError
 from sparsam.passes import preserve_state
 from sparsam.replay.clock import Clock
 from sparsam.sam import SAM
-from sparsam.sam.coming import Coming
-from sparsam.schedules import EveryStep
 
 ROUNDS, WARM_UP = 20, 3  # two steps prove a path to a cut
 
@@ -66,11 +66,12 @@ def measure_cost(
     the median c, a training whose last fraction q of the steps is sharpness-aware takes :math:`1 + q\,(c - 1)` times
     as long as with the base optimizer alone.
 
-    The steps are real ones. Afterwards weights, buffers, random numbers and the optimizer are what they were, and
-    gradients are cleared.
+    The steps are real ones, by a SAM of their own around the same base optimizer. Afterwards weights, gradients,
+    buffers, random numbers and the base optimizer's groups and state are what they were, and `opt` has taken no step.
+    Step hooks of the base optimizer run; those of `opt` do not.
 
     Args:
-        model: The network.
+        model: The network that the closure runs.
         closure: As for `opt.step`, on a batch as in training.
         opt: Whatever its schedule, steps with its mask and its ascent are measured.
         rounds: How many, after three steps of each to warm up.
@@ -79,29 +80,63 @@ def measure_cost(
     check_module("model", model, optional=False)
     if not isinstance(opt, SAM):
         raise UserTypeError(f"opt must be a SAM, but is a {type(opt).__name__}")
+    if not callable(closure):
+        raise UserTypeError(f"closure must be a function, as for opt.step, but is a {type(closure).__name__}")
     check_whole("rounds", rounds)
     params = [p for group in opt.param_groups for p in group["params"]]
-    clock = clock or Clock(params[0].device)
-    weights, state, coming = [p.detach().clone() for p in params], copy.deepcopy(opt.state_dict()), opt._coming
+    if not set(model.parameters()).issuperset(p for p in params if p.requires_grad):
+        raise UserValueError("model must be the one that opt trains, but does not have all of opt's parameters")
+    clock, base = clock or Clock(params[0].device), opt.base_optimizer
 
     def base_step() -> None:
         closure()
-        opt.base_optimizer.step()
+        base.step()
 
-    def one_round() -> float:
+    def one_round(sam: SAM) -> float:
         plain = clock.time(base_step)
         opt.zero_grad()  # a step refuses to add to gradients that it has not used
-        return clock.time(lambda: opt.step(closure)) / plain
+        return clock.time(lambda: sam.step(closure)) / plain
 
-    opt._coming = Coming(EveryStep(), opt.ascent, [opt.ascent])
-    try:
-        with preserve_state(model), torch.enable_grad():
-            ratios = [one_round() for _ in range(WARM_UP + rounds)]
-    finally:
-        opt._coming = coming
-        with torch.no_grad():
-            for p, w in zip(params, weights, strict=True):
-                p.copy_(w)
-        opt.load_state_dict(state)
-        opt.zero_grad()
+    with _preserved(base, [*model.parameters(), *params]), preserve_state(model), torch.enable_grad():
+        sam = SAM.wrap(
+            base,
+            mask=opt.mask if opt.ascent.passes == 2 else None,
+            ascent=opt.ascent,
+            adaptive=opt.adaptive,
+            model=opt._passes.model,
+            perturbation="local" if opt._replicas.local else "global",
+            process_group=opt._replicas.group,
+        )
+        ratios = [one_round(sam) for _ in range(WARM_UP + rounds)]
     return StepRatio.of(ratios[WARM_UP:])
+
+
+@contextmanager
+def _preserved(base: Optimizer, params: Sequence[Tensor]) -> Iterator[None]:
+    """Let the block take steps; afterwards weights, gradients, groups and state are as before, in the same tensors."""
+    weights = [(p, p.grad, p.detach().clone()) for p in params]
+    tables: list[dict[str, Any]] = [*base.param_groups, *base.state.values()]
+    kept = [(table, dict(table), {key: _copy(value) for key, value in table.items()}) for table in tables]
+    stateful = set(base.state)
+    for p in params:
+        p.grad = None
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, grad, w in weights:
+                p.copy_(w)
+                p.grad = grad
+            for table, values, copies in kept:
+                table.clear()
+                for key, value in values.items():
+                    table[key] = value.copy_(copies[key]) if isinstance(value, Tensor) else copies[key]
+        for p in [p for p in base.state if p not in stateful]:
+            del base.state[p]
+
+
+def _copy(value: Any) -> Any:
+    """Copy what a step may change: tensors and containers of them. The parameters of a group it leaves alone."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return value if isinstance(value, list) else copy.deepcopy(value)
