@@ -6,6 +6,7 @@ import copy
 import math
 import re
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from sparsam import (
     ProportionalRho,
     RampRho,
     RandomMask,
+    SuffixMask,
     TopKMask,
     diagonal_fisher,
 )
@@ -383,9 +385,27 @@ def test_fisher_mask_and_parameters_that_are_not_the_models():
         opt.step(t.closure(opt))
 
 
-def test_norm_mask_of_another_model():
+@pytest.mark.parametrize("mask", [NormMask, partial(SuffixMask, cut="2")])
+def test_the_mask_of_a_copied_model(mask):
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    with pytest.raises(
+        ValueError,
+        match=r"^mask must be of the model that is trained, but none of its model's parameters is in params; was the "
+        r"model copied, or built anew\? Build the mask of the model whose parameters the optimizer has$",
+    ):
+        SAM(model.parameters(), SGD, mask=mask(copy.deepcopy(model)), lr=0.1)
+
+
+def test_params_that_are_an_optimizer():
+    with pytest.raises(TypeError, match=r"but is an optimizer; SAM\.wrap\(optimizer\) is built around it$"):
+        SAM(SGD([w()], lr=0.1), SGD, lr=0.1)
+
+
+def test_norm_mask_of_layers_that_the_optimizer_does_not_have():
     t = task()
-    opt = SAM(t.model.parameters(), SGD, mask=NormMask(nn.BatchNorm1d(3)), lr=0.1)
+    network = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(3))
+    network[0].weight = next(p for p in t.model.parameters() if p.dim() == 2)
+    opt = SAM(t.model.parameters(), SGD, mask=NormMask(network), lr=0.1)
     with pytest.raises(
         ValueError,
         match=r"^NormMask finds no trainable normalisation layer of its model among the optimizer's parameters",

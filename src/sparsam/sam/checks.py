@@ -68,9 +68,13 @@ def check_arguments(params: Any, base_optimizer: Any, sam: type[Any], given: Ite
 
 
 def check_params(params: Any) -> None:
-    """Refuse a model for its parameters."""
+    """Refuse a model for its parameters, and an optimizer."""
     if isinstance(params, nn.Module):
         raise UserTypeError("params must be parameters or parameter groups, but is a module; pass model.parameters()")
+    if isinstance(params, Optimizer):
+        raise UserTypeError(
+            "params must be parameters or parameter groups, but is an optimizer; SAM.wrap(optimizer) is built around it"
+        )
 
 
 def check_base_class(name: str, base_optimizer: Any) -> None:
@@ -114,6 +118,16 @@ def option_names(function: Callable[..., Any]) -> list[str]:
     """Return the names of a function's arguments that have a default."""
     parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.default is not p.empty]
+
+
+def check_mask_model(model: nn.Module | None, params: Iterable[Tensor]) -> None:
+    """Refuse a mask of a model that the optimizer does not train."""
+    own = set() if model is None else set(model.parameters())
+    if own and own.isdisjoint(params):
+        raise UserValueError(
+            "mask must be of the model that is trained, but none of its model's parameters is in params; was the model "
+            "copied, or built anew? Build the mask of the model whose parameters the optimizer has"
+        )
 
 
 def check_base(base: Any) -> None:

@@ -16,7 +16,7 @@ from sparsam.distributed.shards import aligned, any_dtensor, local, local_parts
 from sparsam.masks.base import Mask
 from sparsam.passes import Passes
 from sparsam.perturbation import Saved, gradient_norm, perturb, restore
-from sparsam.sam.checks import check_gradients, check_scale, check_sharding
+from sparsam.sam.checks import check_gradients, check_mask_model, check_scale, check_sharding
 from sparsam.sam.mask_state import MaskState
 from sparsam.selection import Selection, copied, settle
 
@@ -44,8 +44,10 @@ class Perturber:
         self._remember: Callable[[], None] | None = None  # what the ascent keeps of this step, once it is taken
 
     def check(self, base: Optimizer) -> None:
-        """Refuse base optimizers that an ascent cannot work with, and sharded parameters without their model."""
-        check_sharding(self.passes.model, [p for group in base.param_groups for p in group["params"]])
+        """Refuse a base that an ascent cannot work with, sharded parameters without a model, another model's mask."""
+        params = [p for group in base.param_groups for p in group["params"]]
+        check_sharding(self.passes.model, params)
+        check_mask_model(self.mask.mask.scope.model, params)
         for ascent in self.ascents:
             ascent.check(base)
 
