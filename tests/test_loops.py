@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import sparsam
 from cases import magnitude, optimizer, same, task, weights
 from reference import Reference
-from sparsam import SAM, TopKMask
+from sparsam import SAM, EveryStep, LastSteps, MomentumAscent, TopKMask
 
 BASE = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
 
@@ -474,3 +474,59 @@ def test_an_overflow_in_the_first_pass_perturbs_nothing():
     opt.zero_grad()
     with pytest.raises(RuntimeError, match="without closure"):
         opt.step()
+
+
+class Noisy(torch.optim.SGD):
+    """A base optimizer that draws random numbers, as private training does."""
+
+    def step(self, closure=None):
+        torch.rand(3)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("base", [torch.optim.SGD, Noisy])
+@pytest.mark.parametrize(
+    "schedule", [EveryStep(), LastSteps(0.5, 4), LastSteps(0.5, 4, before=MomentumAscent())], ids=["two", "none", "one"]
+)
+def test_two_step_use_after_closures_repeats_dropout(schedule, base):
+    """Whatever kind of step the closure took before, and although nobody calls opt.zero_grad()."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 2))
+    opt = SAM(model.parameters(), base, schedule=schedule, model=model, lr=0.1, momentum=0.9)
+    x, y, kept = torch.randn(32, 8), torch.randint(2, (32,)), []
+
+    def backward():
+        model.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        opt.step(backward)
+    model[1].register_forward_hook(lambda module, inputs, output: kept.append(output != 0))
+    for _ in range(2):
+        backward()
+        opt.first_step()
+        backward()
+        opt.second_step()
+    assert torch.equal(kept[0], kept[1])
+    assert torch.equal(kept[2], kept[3])
+    assert not torch.equal(kept[0], kept[2])
+
+
+def test_a_closure_may_leave_gradients_off():
+    weights = []
+    for leaves_off in (False, True):
+        t = task()
+        opt = SAM(t.model.parameters(), torch.optim.SGD, rho=0.3, lr=0.1)
+        plain = t.closure(opt)
+
+        def closure(plain=plain, leaves_off=leaves_off):
+            loss = plain()
+            torch.set_grad_enabled(not leaves_off)
+            return loss
+
+        opt.step(closure)
+        assert torch.is_grad_enabled()
+        weights.append([p.detach().clone() for p in t.model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))

@@ -1,7 +1,8 @@
-"""What a model consists of: looked at in every step, because it may change between two, so it has to be fast."""
+"""What a model consists of: looked at in every pass, because it may change between two, so it has to be fast."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import is_
 
 from torch import nn
@@ -20,15 +21,18 @@ class Inventory:
         self.parameters: list[nn.Parameter] = []  # one that two modules share comes twice
         self.with_buffers: list[nn.Module] = []  # modules that hold some themselves
         self.compiled: list[nn.Module] = []  # modules that torch.compile has taken as a whole
-        self.changes = 0  # how often other modules were found than before
+        self.changes = 0  # how often other modules or parameters were found than before
         self._children: list[nn.Module | None] = []
 
     def look(self) -> None:
         """Look at the model. It is walked only if a module has other children than before."""
-        before, self._children = self._children, self._list()
-        if not self.modules or len(before) != len(self._children) or not all(map(is_, before, self._children)):
+        children, parameters = self._children, self.parameters
+        self._children = self._list()
+        if not self.modules or not _same(children, self._children):
             self.modules = [] if self.model is None else modules_of(self.model)
             self._children = self._list()
+            self.changes += 1
+        elif not _same(parameters, self.parameters):
             self.changes += 1
 
     def _list(self) -> list[nn.Module | None]:
@@ -66,3 +70,7 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 def is_compiled(module: nn.Module) -> bool:
     """Tell whether torch.compile has taken a module as a whole: calls of its parts cannot be seen."""
     return module.__dict__.get("_compiled_call_impl") is not None or "_orig_mod" in module._modules
+
+
+def _same(some: Sequence[object], others: Sequence[object]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))

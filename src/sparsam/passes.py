@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparsam.distributed.shards import any_dtensor, computes_on, fsdp_modules
 from sparsam.errors import warn
-from sparsam.inventory import Inventory
+from sparsam.inventory import Inventory, modules_of
 from sparsam.perturbation import restore, save
 from sparsam.randomness import RngState, fork_rng, get_rng_state, set_rng_state, with_generators
 
@@ -39,6 +39,7 @@ class Passes:
     ) -> None:
         self.model, self.around_first = model, around_first
         self._inventory = Inventory(model)
+        self._changes = -1  # of the inventory, when it was last looked at here
         self._normalising: list[_BatchNorm] = []  # modules that can be told to track no statistics
         self._buffers: list[SavedBuffers] = []
         self._stopped: list[_BatchNorm] = []  # which track no statistics in the second pass
@@ -156,8 +157,9 @@ class Passes:
             self._warned = True
             warn(
                 "the two passes of a SAM step drew different amounts of random numbers, so dropout and the like may "
-                "have differed between them. In two-step use, call zero_grad() right before the first forward pass: "
-                "from there on the second pass repeats torch's random numbers",
+                "have differed between them. The second pass repeats torch's random numbers, from zero_grad() or the "
+                "closure's start on, but not those of NumPy or Python: draw such numbers before the step. In two-step "
+                "use, call zero_grad() right before the first forward pass",
             )
 
     def _rng_state(self) -> RngState:
@@ -165,14 +167,15 @@ class Passes:
 
     def _look(self) -> None:
         """Find the model's modules, devices and buffers, once a step."""
-        inventory, changes = self._inventory, self._inventory.changes
+        inventory = self._inventory
         inventory.look()
-        if inventory.changes != changes:
+        if inventory.changes != self._changes:
+            self._changes = inventory.changes
             self._normalising = [module for module in inventory.modules if _normalises(module)]
         params = inventory.parameters
         self._devices = with_generators(map(computes_on, params) if any_dtensor(params) else {p.device for p in params})
         # A compiled module would be compiled again where it is told not to track.
-        compiled = {part for module in inventory.compiled for part in module.modules()}
+        compiled = {part for module in inventory.compiled for part in modules_of(module)}
         self._tracking = [
             module
             for module in self._normalising
@@ -197,10 +200,12 @@ class Place(NamedTuple):
 class SavedBuffers:
     """Buffers of modules, to be put back bit for bit, also where a module has replaced one."""
 
+    @torch.no_grad()  # a buffer may require a gradient
     def __init__(self, places: Iterable[Place]) -> None:
         self.places = list(places)
         self._saved = save(place.buffer for place in self.places)
 
+    @torch.no_grad()
     def restore(self) -> None:
         """Put the buffers back."""
         for module, name, buffer in self.places:
@@ -215,6 +220,7 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
     The block works on copies of the buffers: a graph that has kept one of them does not find it changed.
     """
     places = _places(model.modules())
+    empty = [(module, name) for module in model.modules() for name, b in module._buffers.items() if b is None]
     copies = {buffer: buffer.clone() for _, _, buffer in places}
     with fork_rng({p.device for p in model.parameters()}):
         try:
@@ -222,6 +228,8 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
                 module._buffers[name] = copies[buffer]
             yield
         finally:
+            for module, name in empty:
+                module._buffers[name] = None
             for module, name, buffer in places:
                 module._buffers[name] = buffer
 

@@ -27,8 +27,7 @@ REMEDY = (
 NOT_REPEATABLE = (
     "two whole passes differ. Does the closure take another batch in each call? Take it before step(closure). Or "
     "something keeps a state between passes that is no buffer (a list, a counter), changes its input or weights in "
-    "place, draws random numbers by Python, NumPy or a generator of its own (use torch's default), or adds to "
-    "gradients that opt.zero_grad() does not clear, of weights that opt does not have"
+    "place, or draws random numbers by Python, NumPy or a generator of its own (use torch's default)"
 )
 
 
@@ -62,7 +61,8 @@ class ReplayedPasses(Passes):
         self._is_alone = False  # whether the latest first pass has exchanged no gradients
         self._prefix: list[bool] = []  # which of the optimizer's parameters lie before the cut
         self._skipped: Iterable[nn.Module] = ()
-        self._named: dict[str, Tensor] = {}  # the parameters whose gradients a proof compares
+        self._named: dict[str, Tensor] = {}  # the parameters whose gradients a proof compares ...
+        self._own: set[Tensor] = set()  # ... and those of the optimizer
 
     def first(self, closure: Closure) -> Any:
         """Run and record the first pass; its gradient ends at the cut, where that is proven to be right."""
@@ -138,7 +138,7 @@ class ReplayedPasses(Passes):
         elif path.proven == 2:
             self._replayed(closure, recording)
         else:
-            self._named = named(self.replay.model, params)
+            self._named, self._own = named(self.replay.model, params), set(params)
             prove = self._prove_second if path.proven else self._prove_first
             prove(closure, recording, path)
 
@@ -173,10 +173,12 @@ class ReplayedPasses(Passes):
                 loss = closure()
             if shortened.path is not path or shortened.open:
                 raise NotProvenError(shortened.obstacle or "it took another path")
+            but.update(self._growing(path))
             return loss
 
         but = {name for name, p in self._named.items() if p in prefix}
-        reason = self._compare(closure, shorter, None if self.replay.distributed else result, recording, but)
+        whole = None if self.replay.distributed else result
+        reason = self._compare(closure, shorter, whole, recording, but, up_to_scale=True)
         self.replay.recording = None
         result.put_back(self._named)
         self._conclude(path, reason, f"a pass that ends at {recording.cut!r}")
@@ -191,13 +193,24 @@ class ReplayedPasses(Passes):
                 raise NotProvenError(reuse.stopped)
             return loss
 
-        reason = self._compare(closure, shorter, None, recording)
+        reason = self._compare(closure, shorter, None, recording, self._growing(path))
         if self.replay.distributed:
             self._whole(closure)  # this time with the other processes
         self._conclude(path, reason, f"a pass from {recording.cut!r}")
 
+    def _growing(self, path: Path) -> set[str]:
+        """Name weights that somebody else trains, whose gradients the closure does not clear: no two passes agree."""
+        return {name for name, p in self._named.items() if p in path.uncleared and p not in self._own}
+
     def _compare(
-        self, closure: Closure, shorter: Closure, whole: Outcome | None, recording: Recording, but: Collection[str] = ()
+        self,
+        closure: Closure,
+        shorter: Closure,
+        whole: Outcome | None,
+        recording: Recording,
+        but: Collection[str],
+        *,
+        up_to_scale: bool = False,
     ) -> str:
         """Say in what a shorter pass differs from a whole one; nothing if it does not. The whole one is run last."""
         rough, error = bool(recording.autocast) or _uses_tf32(self.replay.model), ""
@@ -212,13 +225,13 @@ class ReplayedPasses(Passes):
                 whole = self._outcome(self._whole(closure))
         if error:
             return error
-        if but:
+        if up_to_scale:
             other = matched(whole, other, but)
         reason = difference(whole, other, rough=rough, but=but)
         if reason:
             with self.replay.alone():
                 again = self._outcome(self._whole(closure))
-            if not is_repeatable(whole, again, rough=rough):
+            if not is_repeatable(whole, again, rough=rough, but=but):
                 return NOT_REPEATABLE
             reason = difference(whole, other, rough=rough, but=but, noise=again)
         return reason

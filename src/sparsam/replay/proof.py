@@ -114,9 +114,9 @@ def matched(whole: Outcome, other: Outcome, but: Collection[str]) -> Outcome:
     return replace(other, grads={name: None if g is None else g * factor for name, g in other.grads.items()})
 
 
-def is_repeatable(one: Outcome, other: Outcome, *, rough: bool) -> bool:
+def is_repeatable(one: Outcome, other: Outcome, *, rough: bool, but: Collection[str]) -> bool:
     """Tell whether two whole passes differ by no more than rounding, over all gradients together."""
-    pairs = [(a, other.grads[name]) for name, a in one.grads.items()]
+    pairs = [(a, other.grads[name]) for name, a in one.grads.items() if name not in but]
     if any((a is None) != (b is None) for a, b in pairs):
         return False
     grads = [(a.double(), b.double()) for a, b in pairs if a is not None and b is not None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, NamedTuple
@@ -76,6 +76,7 @@ class Path:
     before: Before
     custom: bool = False  # whether the graph after the cut holds functions that torch does not know
     moved: set[Any] = field(default_factory=set)  # buffers that first passes on it have moved
+    uncleared: set[Tensor] = field(default_factory=set)  # parameters that had gradients where the model was called
     proven: int = 0  # 1: that the first pass may end at the cut; 2: that the second may start there
 
 
@@ -85,7 +86,7 @@ class Recording:
 
     cut: str
     devices: frozenset[torch.device]
-    trained: tuple[bool, ...]  # which parameters of the model are, and which modules are in training mode
+    model: Hashable  # which parameters are trained, which modules are in training mode, and how often these changed
     start: RngState  # of random numbers, where the step started
     open: bool = False  # whether the gradient goes past the cut: the second pass cannot start there
     obstacle: str = ""  # why it is open, or why the second pass cannot start at the cut
@@ -214,7 +215,7 @@ class Recorder:
             tuple((call.name, call.arguments) for call in recording.calls),
             plain_arguments(args, kwargs),
             frozenset(map(id, recording.between)),
-            recording.trained,
+            recording.model,
             recording.autocast,
         )
         if not inputs:
@@ -229,6 +230,9 @@ class Recorder:
         if not self.keeps_random and recording.draws:
             recording.stay_open(f"random numbers are drawn before {recording.cut!r}, and were not in earlier steps")
         self.reach(recording, key, self._with_new_gradients())
+        if recording.path is not None and recording.path.proven < 2:
+            rows = zip(self.parameters, self._grads, strict=True)
+            recording.path.uncleared.update(p for p, grad in rows if grad is not None)
         if recording.before is not None and not recording.before.trained_after:
             recording.stay_open(f"nothing after {recording.cut!r} is trained")
         if recording.path is not None and recording.path.custom:  # reentrant checkpointing asks for a gradient

@@ -61,7 +61,7 @@ class Replay:
     Args:
         model: Any module whose parts are called by Python code. Of a DistributedDataParallel, its inside.
         cut: The name of the module whose input is the cut.
-        inventory: Of the model, at which the caller looks once a step; None: it is looked at here.
+        inventory: Of the model, if the caller has one.
     """
 
     def __init__(self, model: nn.Module, cut: str, inventory: Inventory | None = None) -> None:
@@ -78,7 +78,6 @@ class Replay:
         self._ahead: list[tuple[str, nn.Module]] = []  # modules before the cut, from the next step on
         self._keeps_random: bool | None = None  # whether random numbers were ever drawn before the cut, as far as known
         self._inventory = inventory or Inventory(self.model)
-        self._looks = inventory is None
         self._skipped: dict[Hashable, set[nn.Module]] = {}  # modules before the cut, by what is called
         self._equal_copies = False  # whether the closure makes its batch anew in each call, with the same values
         self._off: str | None = None  # why replay is not even tried
@@ -119,8 +118,7 @@ class Replay:
         if self._ahead and self._places and not proof:
             self._places = self._places._replace(before=self._ahead)
             self._ahead = []
-        if self._looks or not self._steps:  # the model may have been sharded since its optimizer was built
-            self._inventory.look()
+        self._inventory.look()
         sharded = fsdp_modules(self._inventory.modules)
         for module in sharded:
             module.reshard()  # what was gathered stands in for the parameters
@@ -128,7 +126,8 @@ class Replay:
         self._sharded = bool(sharded) or any_dtensor(params)
         devices = frozenset([p.device for p in params])
         modes = self.model.training, self._where().cut.training
-        recording = Recording(self.cut, devices, (*[p.requires_grad for p in params], *modes), start)
+        trained = (*[p.requires_grad for p in params], *modes)
+        recording = Recording(self.cut, devices, (self._inventory.changes, trained), start)
         if self._sharded:
             self._by_name = dict(self.model.named_parameters(remove_duplicate=False))
             recording.stay_open(SHARDED)
@@ -156,6 +155,8 @@ class Replay:
         before, after = tuple([call.name for call in recording.calls]), frozenset((recording.cut, *recording.suffix))
         key = before, after, self._inventory.changes
         if key not in self._skipped:  # once: walking modules takes time
+            if len(self._skipped) > MAX_NEW_PATHS:
+                self._skipped.clear()  # it must not keep modules that the model has no more
             self._skipped[key] = self._inside(before) - self._inside(after)
         return self._skipped[key]
 

@@ -38,7 +38,7 @@ class ClosureCheck:
         return {"cleared": False, "_proven": set(), "_trained": None}  # code cannot be copied
 
     def call(self, closure: Callable[[], Any], params: Sequence[Tensor], used: UsedGradients | None = None) -> Any:
-        """Call a closure, where gradients are enabled.
+        """Call a closure, with gradients enabled.
 
         Args:
             closure: The closure.
@@ -48,6 +48,7 @@ class ClosureCheck:
         accumulated = used is not None and used.any_new(params)
         code = getattr(closure, "__code__", type(closure))  # a closure is mostly made anew in each step
         self.cleared = False
+        torch.set_grad_enabled(True)  # step() sets it back; a closure may have left it off
         if code in self._proven and not accumulated:  # nothing must keep the memory of old gradients
             return closure()
         before = [(p, p.grad) for p in params if p.grad is not None]

@@ -230,7 +230,6 @@ class SAM(Wrapper):
         self._phase.refuse_to_end(ascent)
         self._leave(Phase.READY)
         self._base_step()
-        self._start()  # step(closure) starts by itself
 
     @eager
     def first_step(self, zero_grad: bool = False, scale: float | Tensor | None = None) -> None:
@@ -359,7 +358,7 @@ class SAM(Wrapper):
         self._perturber.commit()
         self.base_optimizer.step()
         self.steps += 1
-        self._phase = Phase.IDLE
+        self._start()
         self._used_gradients.note(self._params())
 
     def _check_groups(self) -> None:
