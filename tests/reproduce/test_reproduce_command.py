@@ -314,6 +314,16 @@ def test_what_is_refused(arguments, message):
     assert message in invoke("reproduce", *arguments, code=1).stderr.replace("\n", " ")
 
 
+def test_a_row_whose_ramp_is_longer_than_a_scaled_down_run_is_named_before_anything_is_trained(tmp_path):
+    table, output = tmp_path / "own.toml", tmp_path / "runs"
+    rows = '{ recipe = "digits-sgd" }, { recipe = "digits-thrifty", set = ["sam.ramp_epochs=2"] }'
+    table.write_text(f"[table1]\nrows = [{rows}]\n")
+    error = invoke("reproduce", table, "--epochs", 2, "--device", "cpu", "-o", output, code=1).stderr.replace("\n", " ")
+    assert "digits-thrifty-ramp2-epochs2: sam.ramp_epochs is 2, which is 24 steps, but" in error
+    assert "has 5: rho would not reach 0.2; choose at most 0.416, or train for longer" in error
+    assert not output.exists()
+
+
 def test_no_resume_refuses_runs_that_are_there(own, reproduced):
     output, _ = reproduced
     done = invoke("reproduce", own, "--epochs", 2, "--no-resume", "-o", output, *QUICK, code=1)
