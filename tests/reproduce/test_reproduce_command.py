@@ -184,6 +184,19 @@ def test_from_a_folder_shows_the_same_table_and_trains_nothing(own, reproduced):
     assert "Paper: " not in whole + shown
 
 
+def test_a_narrow_terminal_is_told_what_shows_all_columns(own, reproduced, tmp_path):
+    output, wide = reproduced
+    assert "Left out for width" not in wide
+    again = " ".join(invoke("reproduce", own, *WHOLE, "--only", "digits-s", "-o", output, width=60).stdout.split())
+    assert re.search(r"Left out for width: [^;]*Time × SGD[^;]*; a wider terminal or the page shows them\.", again)
+    scaled = " ".join(invoke("reproduce", own, "--from", output, "--epochs", 2, width=60).stdout.split())
+    assert re.search(r"Left out for width: [^;]*Time × SGD[^;]*; a wider terminal shows them\.", scaled)
+    file = tmp_path / "own.toml"  # rows whose own length is that of the runs: --markdown takes no --epochs
+    file.write_text("[t]\nrows = [{ recipe = 'digits-sgd', set = ['train.epochs=2'], paper = 90 }]\n")
+    plain = " ".join(invoke("reproduce", file, "--from", output, width=40).stdout.split())
+    assert re.search(r"Left out for width: [^;]*; a wider terminal or --markdown shows them\.", plain)
+
+
 def test_from_a_folder_says_which_epochs_there_are(own, reproduced, tmp_path):
     output, _ = reproduced
     for option in (("--epochs", 3), ("--set", "train.epochs=3")):
