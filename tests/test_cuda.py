@@ -283,14 +283,14 @@ def test_captured_runs_that_share_their_start_have_the_numbers_of_runs_alone(tmp
     from sparsam.training.comparison import compare_recipes
 
     recipes, device = ["digits-sgd", "digits-thrifty"], torch.device("cuda")
-    settings = ["train.epochs=4", "sam.ramp_epochs=1.5"]
+    settings = ["train.epochs=4", "schedule.fraction=0.5", "sam.ramp_epochs=1.5"]
     for share, at_once in ((False, 1), (True, 2)):
         output = tmp_path / str(share)
         compare_recipes(recipes, 2, output, overrides=settings, device=device, at_once=at_once, share_start=share)
     for name in ("digits-thrifty-seed0", "digits-thrifty-seed1"):
         alone, shared = RunDirectory(tmp_path / "False" / name), RunDirectory(tmp_path / "True" / name)
-        assert shared.read("environment.json").values["start"]["steps"] == 38  # of 48
-        assert alone.metrics()[-1]["rho"] == pytest.approx(0.2 * 10 / 18)
+        assert shared.read("environment.json").values["start"]["steps"] == 24  # of 48
+        assert [m["rho"] for m in alone.metrics()[2:]] == pytest.approx([0.2 * 12 / 18, 0.2])
         for one, other in zip(alone.metrics(), shared.metrics(), strict=True):
             assert other["train_loss"] == pytest.approx(one["train_loss"], rel=2e-2)  # cuDNN chooses freely
             assert [other[key] for key in ("steps", "lr", "rho", "perturbed")] == [

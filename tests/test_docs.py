@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from cases import task
 from sparsam import SAM
 from sparsam.models.resnet import BasicBlock, ResNet
+from sparsam.runs.library import packaged_recipes
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "results" / "README.md"])
@@ -28,6 +29,13 @@ BLOCKS = [
     for page in PAGES
     for i, block in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE))
 ]
+
+
+def test_the_page_on_training_names_every_recipe_beyond_the_paper():
+    text = (ROOT / "docs" / "training.md").read_text()
+    names = [name for name in packaged_recipes() if name.endswith(("-thrifty", "-ssam-c"))]
+    assert len(names) >= 6
+    assert [name for name in names if f"`{name}`" not in text] == ["cifar100-vit-thrifty"]  # as `-thrifty`
 
 
 @pytest.mark.parametrize("block", BLOCKS)

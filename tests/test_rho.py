@@ -106,6 +106,14 @@ def test_resume(cls, built_before_loading):
     assert all(rho > 0 for rho in resumed.get_last_rho())
 
 
+def test_a_schedule_shows_where_it_is():
+    ramp, cosine = RampRho(optimizer(), steps=4, start=1), CosineRho(optimizer(), total_steps=4, final=0.02)
+    ramp.go_to(2)
+    assert repr(ramp) == "RampRho(steps=4, start=1, t=2, rho=[0.025, 0.1])"
+    assert repr(cosine) == "CosineRho(total_steps=4, final=0.02, t=1, rho=[0.1, 0.4])"
+    assert repr(ProportionalRho(optimizer())) == "ProportionalRho(t=1, rho=[0.1, 0.4])"
+
+
 def test_a_new_schedule_starts_from_the_present_rho():
     opt = optimizer()
     InverseSqrtRho(opt)

@@ -48,6 +48,11 @@ class RhoSchedule(ABC):
         self.t = t
         self._apply()
 
+    def __repr__(self) -> str:
+        numbers = {key: value for key, value in vars(self).items() if isinstance(value, int | float)}
+        rho = ", ".join(f"{value:g}" for value in self.get_last_rho())
+        return f"{type(self).__name__}({', '.join(f'{key}={value}' for key, value in numbers.items())}, rho=[{rho}])"
+
     def get_last_rho(self) -> list[float]:
         """Return the current rho of each group."""
         return [float(group["rho"]) for group in self.optimizer.param_groups]
@@ -119,13 +124,21 @@ class RampRho(RhoSchedule):
     r""":math:`\rho_t = \rho_0 \min(1, \frac{t - \text{start}}{\text{steps}})` for t > start, and 0 before.
 
     Step i, counted from 0, has t = i + 1. So step `start` is the first with a rho above 0. Steps before it should be
-    base steps, because a second pass at the same weights brings nothing: for a :class:`sparsam.LastSteps`, `start` is
-    its `first`.
+    base steps, because a second pass at the same weights brings nothing. With a :class:`sparsam.LastSteps` that is
+    `RampRho(opt, steps, start=opt.schedule.first)`. A ramp that is longer than the rest of the training never reaches
+    :math:`\rho_0`.
 
     Args:
         optimizer: A :class:`sparsam.SAM`.
         steps: The length of the ramp. Its last step has :math:`\rho_0`.
         start: How many steps come before the ramp.
+
+    >>> import torch
+    >>> from sparsam import SAM, LastSteps
+    >>> schedule = LastSteps(0.3, total_steps=1000)
+    >>> opt = SAM(torch.nn.Linear(2, 1).parameters(), torch.optim.SGD, rho=0.2, schedule=schedule, lr=0.1)
+    >>> RampRho(opt, steps=100, start=opt.schedule.first)
+    RampRho(steps=100, start=700, t=1, rho=[0])
     """
 
     def __init__(self, optimizer: Optimizer, steps: int, start: int = 0) -> None:

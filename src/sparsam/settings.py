@@ -31,15 +31,16 @@ def differences(*settings: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
     >>> differences({"name": "a", "train": {"epochs": 1, "seed": 0}}, {"name": "a", "train": {"epochs": 2, "seed": 0}})
     {'train.epochs': (1, 2)}
     """
-    flat = [dict(_flatten(values)) for values in settings]
+    flat = [dict(flatten_settings(values)) for values in settings]
     keys = dict.fromkeys(key for values in flat for key in values)
     values_of = {key: tuple(values.get(key) for values in flat) for key in keys}
     return {key: values for key, values in values_of.items() if any(value != values[0] for value in values)}
 
 
-def _flatten(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+def flatten_settings(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Yield nested settings with their keys joined by dots."""
     for key, value in values.items():
         if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
+            yield from flatten_settings(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value

@@ -151,6 +151,14 @@ def test_a_narrow_terminal_gets_whole_words(compared):
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_a_narrow_terminal_is_told_of_the_columns_that_it_lacks(compared, tmp_path):
+    text = " ".join(invoke("report", compared[0], "-o", tmp_path / "page.html", width=60).stdout.split())
+    (left_out,) = re.findall(r"Left out for width: (.*?); a wider terminal or the page shows them\.", text)
+    assert {"ρ", "Weight decay", "Training time"} <= set(left_out.split(", "))
+    page = (tmp_path / "page.html").read_text()
+    assert all(f'<th scope="col">{heading}</th>' in page for heading in ("ρ", "Weight decay", "Training time"))
+
+
 def test_evaluate_measures_what_training_measured(compared):
     output, _ = compared
     run = output / "digits-sam-seed0"

@@ -7,7 +7,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from sparsam.cli.table import show_table
+from sparsam.cli.table import print_table, show_table
 from sparsam.report.table import Cell, Table
 
 NAMES = {"cifar10-resnet18-sgd": "ours", "cifar10-resnet18-ssam-f-sparsity0.95": "", "cifar10-resnet18-sam": "ours"}
@@ -51,6 +51,32 @@ def test_notes_stand_beside_the_names_or_once_below():
 def test_a_broken_name_keeps_its_note():
     name = "cifar100-resnet18-thrifty-layer2-fraction0.469-rho0.1-validation5000-epochs60-refresh_batchnorm100"
     assert shown(120, {"cifar100-resnet18-sgd": "ours", name: "ours"})[-1].strip().endswith("ours")
+
+
+@pytest.mark.parametrize(
+    ("width", "whole", "line"),
+    [
+        (100, "the page", ""),
+        (66, "the page", "Left out for width: FLOPs (theory); a wider terminal or the page shows it."),
+        (
+            52,
+            "--markdown",
+            "Left out for width: Difference, FLOPs (theory); a wider terminal or --markdown shows them.",
+        ),
+        (52, "", "Left out for width: Difference, FLOPs (theory); a wider terminal shows them."),
+    ],
+)
+def test_columns_that_do_not_fit_are_named(monkeypatch, width, whole, line):
+    """An empty one is not: nobody misses it."""
+    out = StringIO()
+    monkeypatch.setattr("rich.get_console", lambda: Console(file=out, width=width))
+    cells = (Cell("cifar10-resnet18-sgd"), *map(Cell, NUMBERS), Cell("–"))
+    notes = {"Ours, %": "Ours: that of the last.", "FLOPs (theory)": "FLOPs: theory.", "Empty": "Empty: nothing."}
+    print_table("A table", Table((*COLUMNS, "Empty"), (cells,)), notes, whole)
+    words = "Ours: that of the last." if line else "Ours: that of the last. FLOPs: theory."
+    text = " ".join(out.getvalue().split())
+    assert text.endswith(f"1.33× {words}" if not line else f"{words} {line}")
+    assert ("1.33×" in text) == (not line)
 
 
 def test_a_table_without_rows():

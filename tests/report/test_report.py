@@ -14,6 +14,7 @@ from report_runs import EPOCHS, HOSTILE, LAYERS, METHODS, accuracies, hostile_ru
 
 from sparsam.errors import UserValueError
 from sparsam.report import collect, summary_table, write_report
+from sparsam.report.styles import styles
 from sparsam.runs.files import RunError
 from sparsam.runs.run import read_run
 
@@ -156,6 +157,9 @@ def test_seeds_of_masks_may_differ(tmp_path):
         make_run(tmp_path, "ssam-f", seed, recipe={"mask.name": "suffix", "mask.inner": inner})
     (method,) = collect(tmp_path.iterdir())
     assert method.notes == ()
+    make_run(tmp_path, "ssam-f", 0, recipe={"mask.name": "suffix", "mask.inner": {**inner, "seed": 2}})
+    (method,) = collect(tmp_path.iterdir())
+    assert (method.accuracy.n, method.notes) == (3, ())  # another mask is another sample
 
 
 def test_line_that_is_being_written_is_left_out(tmp_path):
@@ -165,11 +169,56 @@ def test_line_that_is_being_written_is_left_out(tmp_path):
     assert [epoch.epoch for epoch in read_run(directory).metrics] == [1, 2, 3]
 
 
-def test_notes_tell_what_seeds_of_one_method_do_not_share(tmp_path):
-    runs = [make_run(tmp_path, "sam"), make_run(tmp_path, "sam", 1, recipe={"sam.rho": 0.2, "data.root": "elsewhere"})]
-    (method,) = collect([*runs, make_run(tmp_path, "sam", 1), runs[0]])
-    assert method.notes == ("recipes differ in sam.rho", "seed 1 counted 2 times")
-    assert row([method], "SAM")["ρ"][0] == "0.1, 0.2"
+def test_runs_that_differ_in_where_they_ran_are_seeds_of_one_method(tmp_path):
+    elsewhere = {"data.root": "elsewhere", "data.workers": 2, "train.checkpoint_epochs": 5, "train.threads": 4}
+    (method,) = collect([make_run(tmp_path, "sam"), make_run(tmp_path, "sam", 1, recipe=elsewhere)])
+    assert method.accuracy.n == 2
+    assert method.notes == ("recipes differ in train.threads",)
+
+
+def test_runs_of_different_recipes_are_rows_and_not_seeds(tmp_path):
+    """All of one name, as `sparsam train digits-sam --set ... -o ...` makes them."""
+    runs = [make_run(tmp_path, "sam", seed) for seed in (0, 1)]
+    runs += [make_run(tmp_path, "sam", seed, recipe={"sam.rho": 0.2}) for seed in (0, 1, 2)]
+    runs += [make_run(tmp_path, "sam", recipe={"sam.rho": 0.2, "train.precision": "bf16"}), make_run(tmp_path)]
+    methods = collect(runs)
+    assert [(m.label, m.accuracy.n, m.rho, m.notes) for m in methods] == [
+        ("SGD", 1, (), ()),
+        ("SAM (sam.rho=0.1, train.precision=fp32)", 2, (0.1,), ()),
+        ("SAM (sam.rho=0.2, train.precision=fp32)", 3, (0.2,), ()),
+        ("SAM (sam.rho=0.2, train.precision=bf16)", 1, (0.2,), ()),
+    ]
+    assert [m.accuracy.mean for m in methods[1:]] == pytest.approx([np.mean(accuracies("sam", n)) for n in (2, 3, 1)])
+    assert len({look.classes for look in styles([m.method for m in methods])}) == 4
+
+
+def test_names_come_before_settings_where_rows_differ_in_both(tmp_path):
+    other = {"name": "mine", "mask.name": "random", "mask.sparsity": 0.9}
+    runs = [make_run(tmp_path, "ssam-f"), make_run(tmp_path, "ssam-f", recipe={"mask.interval_epochs": 2})]
+    runs.append(make_run(tmp_path, "ssam-f", recipe=other))
+    assert [m.label for m in collect(runs)] == [
+        "SSAM-F (ssam-f, mask.interval_epochs=none)",
+        "SSAM-F (ssam-f, mask.interval_epochs=2)",
+        "SSAM-F (mine)",
+    ]
+
+
+def test_a_seed_that_is_there_twice_counts_once(tmp_path):
+    runs = [
+        make_run(tmp_path, "sam", seed, summary={"test_accuracy": 0.5 + 0.1 * i}) for i, seed in enumerate((0, 1, 1))
+    ]
+    stopped = make_run(tmp_path, "sam", 0, epochs=3, finished=False)
+    (method,) = collect([stopped, *runs, runs[0]])
+    assert (method.accuracy.mean, method.accuracy.n) == (pytest.approx(0.55), 2)
+    assert method.accuracy.deviation == pytest.approx(np.std([0.5, 0.6], ddof=1))
+    assert method.notes == (
+        "1 of 4 runs unfinished, not counted",
+        "seed 1 is there 2 times, counted once",
+    )
+    cells = row([method], "SAM")
+    assert cells["Seeds"] == ("2", "")
+    (series,) = embedded(elements([stopped, *runs], tmp_path))["methods"]
+    assert [(run["seed"], run["finished"]) for run in series["runs"]] == [(0, True), (1, True)]
 
 
 def test_steps_that_were_timed_in_turn_have_the_median_of_their_ratios(tmp_path):
@@ -184,15 +233,18 @@ def test_a_setting_that_an_older_recipe_lacks_is_its_default(tmp_path):
     runs = [make_run(tmp_path, "sam"), make_run(tmp_path, "sam", 1, recipe={"data.limit": None, "data.cutout": 0})]
     (method,) = collect(runs)
     assert method.notes == ()
-    (method,) = collect([*runs, make_run(tmp_path, "sam", 2, recipe={"data.cutout": 4})])
-    assert method.notes == ("recipes differ in data.cutout",)
+    methods = collect([*runs, make_run(tmp_path, "sam", 2, recipe={"data.cutout": 4})])
+    assert [(m.label, m.accuracy.n) for m in methods] == [("SAM (data.cutout=0)", 2), ("SAM (data.cutout=4)", 1)]
 
 
 def test_runs_that_differ_in_the_ramp_alone_are_told_apart(tmp_path):
     old, plain = make_run(tmp_path, "sam"), make_run(tmp_path, "sam", 1, recipe={"sam.ramp_epochs": 0.0})
     ramped = {"sam.ramp_epochs": 2.0}
-    (method,) = collect([old, plain, make_run(tmp_path, "sam", 2, recipe=ramped)])
-    assert method.notes == ("recipes differ in sam.ramp_epochs",)
+    methods = collect([old, plain, make_run(tmp_path, "sam", recipe=ramped)])
+    assert [(m.label, m.accuracy.n) for m in methods] == [
+        ("SAM (sam.ramp_epochs=0)", 2),
+        ("SAM (sam.ramp_epochs=2)", 1),
+    ]
     named = make_run(tmp_path, "sam", recipe={**ramped, "name": "sam-ramp2"}, summary={"name": "sam-ramp2"})
     methods = collect([old, plain, named])
     assert [(method.label, method.notes) for method in methods] == [("SAM (sam)", ()), ("SAM (sam-ramp2)", ())]
@@ -411,4 +463,4 @@ def test_head_of_the_page(tmp_path):
     assert facts["Versions"] == "sparsam 0.1.0, torch 2.13.0, python 3.11.7"
     assert facts["Commit"] == "0123456789ab+ / ab0123456789"
     lead = next(text for attributes, text in page.of("p") if attributes.get("class") == "lead")
-    assert lead.startswith("3 methods, each trained for 12 epochs with 2 to 4 seeds, compared by")
+    assert lead.startswith("3 methods, each trained for 12 epochs with 2 to 3 seeds, compared by")

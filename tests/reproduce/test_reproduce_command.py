@@ -184,6 +184,19 @@ def test_from_a_folder_shows_the_same_table_and_trains_nothing(own, reproduced):
     assert "Paper: " not in whole + shown
 
 
+def test_a_narrow_terminal_is_told_what_shows_all_columns(own, reproduced, tmp_path):
+    output, wide = reproduced
+    assert "Left out for width" not in wide
+    again = " ".join(invoke("reproduce", own, *WHOLE, "--only", "digits-s", "-o", output, width=60).stdout.split())
+    assert re.search(r"Left out for width: [^;]*Time × SGD[^;]*; a wider terminal or the page shows them\.", again)
+    scaled = " ".join(invoke("reproduce", own, "--from", output, "--epochs", 2, width=60).stdout.split())
+    assert re.search(r"Left out for width: [^;]*Time × SGD[^;]*; a wider terminal shows them\.", scaled)
+    file = tmp_path / "own.toml"  # rows whose own length is that of the runs: --markdown takes no --epochs
+    file.write_text("[t]\nrows = [{ recipe = 'digits-sgd', set = ['train.epochs=2'], paper = 90 }]\n")
+    plain = " ".join(invoke("reproduce", file, "--from", output, width=40).stdout.split())
+    assert re.search(r"Left out for width: [^;]*; a wider terminal or --markdown shows them\.", plain)
+
+
 def test_from_a_folder_says_which_epochs_there_are(own, reproduced, tmp_path):
     output, _ = reproduced
     for option in (("--epochs", 3), ("--set", "train.epochs=3")):
@@ -312,6 +325,16 @@ def test_a_dry_run_counts_steps_and_trains_nothing(own, reproduced, tmp_path):
 )
 def test_what_is_refused(arguments, message):
     assert message in invoke("reproduce", *arguments, code=1).stderr.replace("\n", " ")
+
+
+def test_a_row_whose_ramp_is_longer_than_a_scaled_down_run_is_named_before_anything_is_trained(tmp_path):
+    table, output = tmp_path / "own.toml", tmp_path / "runs"
+    rows = '{ recipe = "digits-sgd" }, { recipe = "digits-thrifty", set = ["sam.ramp_epochs=2"] }'
+    table.write_text(f"[table1]\nrows = [{rows}]\n")
+    error = invoke("reproduce", table, "--epochs", 2, "--device", "cpu", "-o", output, code=1).stderr.replace("\n", " ")
+    assert "digits-thrifty-ramp2-epochs2: sam.ramp_epochs is 2, which is 24 steps, but" in error
+    assert "has 5: rho would not reach 0.2; choose at most 0.416, or train for longer" in error
+    assert not output.exists()
 
 
 def test_no_resume_refuses_runs_that_are_there(own, reproduced):

@@ -23,7 +23,7 @@ METHODS = {
     "ssam-d": ("digits-ssam-d", []),
     "ssam-c": ("digits-ssam-c", []),
     "thrifty": ("digits-thrifty", []),
-    "ramp": ("digits-thrifty", ["schedule.fraction=0.8", "sam.ramp_epochs=2"]),
+    "ramp": ("digits-thrifty", ["schedule.fraction=0.8", "sam.ramp_epochs=1.5"]),
     "momentum": ("digits-ssam-c", ["ascent=gradient", "schedule.before=momentum", "schedule.before.rho=0.5"]),
 }
 

@@ -154,6 +154,18 @@ def test_what_is_refused_before_anything_is_trained(tmp_path):
     never = write(tmp_path / "never.toml", 'extends = "digits-thrifty"\nschedule.fraction = 0.0\n')
     with pytest.raises(RecipeError, match=r"^never: schedule\.fraction must be a number in \(0, 1\], but is 0\.0$"):
         compare("digits-sgd", never)
+    steep = write(tmp_path / "steep.toml", 'extends = "digits-thrifty"\nsam.ramp_epochs = 1\n')
+    for length in ("train.epochs=4", "train.max_steps=48"):  # of both, a fifth is 10 steps
+        with pytest.raises(RecipeError, match=r"^steep: sam\.ramp_epochs is 1, which is 12 steps, but .* has 10: rho"):
+            compare("digits-sgd", steep, overrides=[length])
+    images = write(
+        tmp_path / "images.toml",
+        'extends = "imagenet-resnet50-sam"\nname = "images"\nsam.ramp_epochs = 4\ndata.root = "nowhere"\n',
+    )
+    with pytest.raises(
+        RecipeError, match=r"^images: sam\.ramp_epochs is 4, .*; choose at most 3, or train for longer$"
+    ):
+        compare("digits-sgd", images, overrides=["train.epochs=3"])
     four = write(tmp_path / "four.toml", 'extends = "digits-sgd"\ntrain.threads = 4\n')
     with pytest.raises(RecipeError, match=r"^runs at once must agree in train\.threads"):
         compare("digits-sgd", four, at_once=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from cases import same
 from sparsam import SAM, FriendlyAscent, LastSteps, SuffixMask
 from sparsam.runs.build import build_loader, build_network
 from sparsam.runs.directory import RunDirectory
-from sparsam.training import Trainer, train
+from sparsam.training import RecipeError, Trainer, train
 from sparsam.training.over_time import OverTime
 
 RAMPS = {  # of 24 steps, 12 an epoch: a method with its rho of 0.1 or 0.2, and the rho of each step
@@ -31,8 +32,8 @@ RAMPS = {  # of 24 steps, 12 an epoch: a method with its rho of 0.1 or 0.2, and 
     ),
     "to the end of the run": (
         "thrifty",
-        ["schedule.fraction=0.5", "sam.ramp_epochs=2"],
-        [*[0] * 12, *(0.2 * i / 24 for i in range(1, 13))],
+        ["schedule.fraction=0.5", "sam.ramp_epochs=1"],
+        [*[0] * 12, *(0.2 * i / 12 for i in range(1, 13))],
     ),
     "less than a step": ("sam", ["sam.ramp_epochs=0.01"], [0.1] * 24),
     "no ramp": ("thrifty", [], [0.2] * 24),
@@ -57,6 +58,38 @@ def test_rho_of_each_step(tmp_path, monkeypatch, name):
     epochs = RunDirectory(tmp_path / "run").metrics()
     late = method == "thrifty"
     assert [m["rho"] for m in epochs] == pytest.approx([None if late else expected[11], expected[23]], abs=1e-15)
+
+
+TOO_LONG = {  # of 24 steps, 12 an epoch: settings, the steps of the ramp, those from the first to the last that perturb
+    "the last fifth": ("thrifty", ["sam.ramp_epochs=2"], 24, 5, "0.416"),
+    "one step": ("thrifty", ["schedule.fraction=0.5", "sam.ramp_epochs=1.05"], 13, 12, "1"),
+    "every step": ("sam", ["sam.ramp_epochs=2.5"], 30, 24, "2"),
+    "the last one that perturbs is step 20": (
+        "sam",
+        ["schedule=every-nth", "schedule.n=20", "sam.ramp_epochs=1.84"],
+        22,
+        21,
+        "1.75",
+    ),
+    "max_steps": ("sam", ["train.max_steps=5", "sam.ramp_epochs=0.5"], 6, 5, "0.416"),
+}
+
+
+@pytest.mark.parametrize("name", TOO_LONG)
+def test_a_ramp_that_would_not_reach_rho_is_refused(tmp_path, name):
+    """The error's own remedy is not refused."""
+    method, settings, steps, room, most = TOO_LONG[name]
+    given, rho = settings[-1].partition("=")[2], {"thrifty": "0.2", "sam": "0.1"}[method]
+    message = (
+        f"sam.ramp_epochs is {given}, which is {steps} steps, but the sharpness-aware part of the run has {room}: "
+        f"rho would not reach {rho}; choose at most {most}, or train for longer"
+    )
+    with pytest.raises(RecipeError, match=f"^{re.escape(message)}$"):
+        train(recipe(method, *settings), tmp_path / "run", device=CPU)
+    assert not RunDirectory(tmp_path / "run").exists
+    shorter = recipe(method, *settings[:-1], f"sam.ramp_epochs={most}")
+    trainer = Trainer(shorter, RunDirectory(tmp_path / "run"), device=CPU)
+    assert (trainer.over_time.ramp.steps, trainer.over_time.ramp.rho_0) == (room, [float(rho)])
 
 
 def test_a_ramped_run_equals_a_plain_loop(tmp_path):

@@ -46,4 +46,4 @@ def show_runs(runs: list[Path]) -> None:
     from sparsam.report.table import column_notes
 
     table = summary_table(collect(runs))
-    print_table("", table, column_notes(table))
+    print_table("", table, column_notes(table), whole="the page")

@@ -286,7 +286,7 @@ def _show(
         replace_file(output / f"{name}.csv", comma_separated(results))
         if experiment.shows is None:
             tables[title] = table
-            print_table(title, table, NOTES)
+            print_table(title, table, NOTES, whole="the page")
         else:
             rich.print(f"\n[bold]{title}[/bold]")
             draw_figure(experiment, results, output, device, samples, points)

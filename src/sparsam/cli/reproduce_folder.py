@@ -62,7 +62,8 @@ def show_folder(experiments: Sequence[Experiment], folder: Path, changes: list[s
     if changed and len(missing) == len(experiments):
         raise UserValueError("\n".join(missing.values()).replace("There is", f"with {' '.join(changes)} there is"))
     for experiment, results in found.items():
-        print_table(experiment.heading(changes), paper_table(experiment, results), NOTES)
+        whole = "" if changes or experiment.shows else "--markdown"  # which takes no changes, and no figures
+        print_table(experiment.heading(changes), paper_table(experiment, results), NOTES, whole)
         if experiment in missing:
             rich.print(missing[experiment])
             continue

@@ -26,12 +26,13 @@ LEAST_WANTED = (
 )  # left out first where room is short
 
 
-def show_table(table: Table, console: Console) -> list[str]:
-    """Print the table: no column that is empty, and none that does not fit (the page has them all).
+def show_table(table: Table, console: Console) -> tuple[list[str], list[str]]:
+    """Print the table: no column that is empty, and none that does not fit.
 
-    Return the headings of those that are shown.
+    Return the headings of the columns that are shown, and of those that are left out because they do not fit.
     """
-    columns = [i for i in range(len(table.columns)) if any(row[i].text != NONE for row in table.rows)]
+    filled = [i for i in range(len(table.columns)) if any(row[i].text != NONE for row in table.rows)]
+    columns = filled
     least = [_width(table, i) if i else min(_width(table, i), LONG_NAME) for i in range(len(table.columns))]
     for heading in (*LEAST_WANTED, *reversed(table.columns[2:])):
         if sum(least[i] + 3 for i in columns) > console.width:
@@ -63,18 +64,29 @@ def show_table(table: Table, console: Console) -> list[str]:
         for note in dict.fromkeys(name.note for name in names if name.note):
             those = ", ".join(name.text for name in names if name.note == note)
             console.print(Padding(f"{those}: {note}", (0, 0, 0, 1)), style="dim")
-    return [table.columns[i] for i in columns]
+    return [table.columns[i] for i in columns], [table.columns[i] for i in filled if i not in columns]
 
 
-def print_table(title: str, table: Table, notes: Mapping[str, str] | None = None) -> None:
-    """Print the table below its title, and below it the notes on those columns that are shown."""
+def print_table(title: str, table: Table, notes: Mapping[str, str] | None = None, whole: str = "") -> None:
+    """Print the table below its title, and below it the notes on its columns, and which of them do not fit.
+
+    Args:
+        title: In bold; may be empty.
+        table: What to print.
+        notes: What columns mean, by their headings. Those that are left out need none.
+        whole: What else shows all columns, in words; empty: nothing does.
+    """
     console = rich.get_console()
     if title:
         console.print(f"\n[bold]{title}[/bold]", highlight=False)
-    shown = show_table(table, console)
+    shown, left_out = show_table(table, console)
     texts = [note for heading, note in (notes or {}).items() if heading in shown]
     if texts:
         console.print(" ".join(texts), style="dim", highlight=False)
+    if left_out:
+        them, places = "it" if len(left_out) == 1 else "them", " or ".join(filter(None, ["a wider terminal", whole]))
+        text = f"Left out for width: {', '.join(left_out)}; {places} shows {them}."
+        console.print(text, style="dim", highlight=False, markup=False)
 
 
 def _broken(name: str, width: int) -> list[str]:

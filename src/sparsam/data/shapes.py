@@ -1,4 +1,4 @@
-"""The shapes of the data sets that recipes name, for what needs no images."""
+"""The shapes and sizes of the data sets that recipes name, for what needs no images."""
 
 from __future__ import annotations
 
@@ -19,3 +19,5 @@ SHAPES = {
     "cifar100": Images(3, 32, 100),
     "imagefolder": Images(3, 224, 1000),
 }
+
+TRAINING_IMAGES = {"digits": 1200, "cifar10": 50_000, "cifar100": 50_000, "imagefolder": 1_281_167}  # ImageNet's folder

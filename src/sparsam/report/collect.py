@@ -1,10 +1,9 @@
-"""Group run directories by method. Runs with the same recipe name are seeds of one method."""
+"""Group run directories by method. Runs of one recipe are seeds of one method."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,10 @@ from sparsam.report.styles import place
 from sparsam.runs.record import Record
 from sparsam.runs.results import result_file
 from sparsam.runs.run import Run, read_run
+from sparsam.runs.same import PLACE, SEEDS, different_settings, settings_of
+from sparsam.runs.schema import written
 
+NOT_IN_ROWS = frozenset({"name", *SEEDS, *PLACE})  # precision and the like make rows of their own: rows have times
 ABOUT = re.compile(r" \(\d+ images.*\)$")  # what a column of sharpness was measured over
 
 
@@ -31,23 +33,41 @@ def collect(directories: Iterable[Path]) -> list[Method]:
     return group_runs(_short_labels([_with_sharpness(run) for run in runs]))
 
 
-def group_runs(runs: Iterable[Run]) -> list[Method]:
-    """Group runs by the name of their recipe, in the order of :data:`sparsam.report.styles.METHODS`.
+def group_runs(runs: Iterable[Run], ignored: Collection[str] = NOT_IN_ROWS) -> list[Method]:
+    """Group runs by name and recipe, in the order of :data:`sparsam.report.styles.METHODS`.
 
     Step times that were not taken in turn are relative to the first method without SAM that has the same network, data,
     batch size, precision and device. Where there is none, `relative_step` is None.
+
+    Args:
+        runs: Of any kind.
+        ignored: Settings in which the runs of one method may differ.
     """
-    by_name: dict[str, list[Run]] = {}
+    groups: dict[object, list[Run]] = {}
     for run in runs:
-        by_name.setdefault(run.name, []).append(run)
+        groups.setdefault((run.name, settings_of(run.recipe, ignored)), []).append(run)
     methods = []
-    for name, group in by_name.items():
+    for group in groups.values():
         method = next((run for run in group if run.finished), group[0]).method
-        methods.append(Method(name, method, method, tuple(sorted(group, key=lambda run: run.seed))))
+        methods.append(Method(group[0].name, method, method, tuple(sorted(group, key=lambda run: run.seed))))
     methods.sort(key=lambda m: place(m.method))
-    count = Counter(m.method for m in methods)
-    methods = [replace(m, label=f"{m.method} ({m.name})") if count[m.method] > 1 else m for m in methods]
+    methods = [replace(m, label=_label(m, [o for o in methods if o.method == m.method], ignored)) for m in methods]
     return [replace(method, relative_step=_relative_step(method, methods)) for method in methods]
+
+
+def _label(method: Method, alike: Sequence[Method], ignored: Collection[str]) -> str:
+    """Return what a row is called: the method, the recipe's name if rows differ in it, and what else tells them apart.
+
+    Args:
+        method: What the row is about.
+        alike: All rows of that method.
+        ignored: Settings in which its own runs may differ.
+    """
+    own = [method.name] if len({other.name for other in alike}) > 1 else []
+    recipes = [other.runs[0].recipe for other in alike if other.name == method.name]
+    changed, at = different_settings(*recipes, ignored=ignored), recipes.index(method.runs[0].recipe)
+    own += [f"{key}={written(values[at])}" for key, values in changed.items()]
+    return f"{method.method} ({', '.join(own)})" if own else method.method
 
 
 def _relative_step(method: Method, methods: Sequence[Method]) -> float | None:

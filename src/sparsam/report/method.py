@@ -1,7 +1,7 @@
 """The runs of one recipe, and the numbers that are compared.
 
-A method's numbers come from its finished runs. Where none is finished, they come from the epochs there are, and
-`Method.notes` says so.
+A method's numbers come from its finished runs, one for each seed. Where none is finished, they come from the epochs
+there are, and `Method.notes` says so.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from statistics import fmean, median, stdev
 
 from sparsam.runs.run import Run
-from sparsam.runs.same import different_settings
+from sparsam.runs.same import SEEDS, different_settings
 from sparsam.step_cost import StepRatio
 
 # Settings in which the seeds of one method may differ without a note.
-NOT_NOTED = {"train.seed", "mask.seed", "mask.inner.seed", "data.root", "data.workers", "train.checkpoint_epochs"}
+NOT_NOTED = {*SEEDS, "data.root", "data.workers", "train.checkpoint_epochs"}
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Method:
     method: str
     """SGD, SAM, SSAM-F, ..."""
     label: str
-    """The method, and where that is not enough also the recipe."""
+    """The method, and where that is not enough also the recipe, or the settings that are this row's own."""
     runs: tuple[Run, ...]
     relative_step: float | None = None
 
@@ -68,9 +68,17 @@ class Method:
         return any(run.finished for run in self.runs)
 
     @property
+    def seeds(self) -> tuple[Run, ...]:
+        """One run for each seed: the first that is finished, or the first."""
+        found: dict[tuple[object, ...], Run] = {}
+        for run in sorted(self.runs, key=lambda run: not run.finished):
+            found.setdefault(run.seeds, run)
+        return tuple(run for run in self.runs if any(run is one for one in found.values()))
+
+    @property
     def counted(self) -> tuple[Run, ...]:
-        """The runs behind the numbers: the finished ones, or all if none is finished."""
-        return tuple(run for run in self.runs if run.finished) or self.runs
+        """The runs behind the numbers: one for each seed; the finished ones, or all if none is finished."""
+        return tuple(run for run in self.seeds if run.finished) or self.seeds
 
     def statistic(self, number: Callable[[Run], float | None]) -> Statistic | None:
         """Return the statistic of one number over the runs that have it."""
@@ -159,8 +167,10 @@ class Method:
         keys = different_settings(*(run.recipe for run in self.runs), ignored=NOT_NOTED)
         if keys:
             notes.append(f"recipes differ in {', '.join(keys)}")
-        seeds = Counter(run.seed for run in self.counted)
-        notes += [f"seed {seed} counted {count} times" for seed, count in seeds.items() if count > 1]
+        seeds = Counter(run.seeds for run in self.runs if run.finished or not self.finished)
+        notes += [
+            f"seed {seed} is there {count} times, counted once" for (seed, *_), count in seeds.items() if count > 1
+        ]
         return tuple(notes)
 
     def density(self) -> Density | None:

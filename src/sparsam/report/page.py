@@ -29,7 +29,7 @@ def write_report(
     """Write one self-contained page that compares training runs.
 
     Args:
-        runs: Run directories. Those with the same recipe name are seeds of one method.
+        runs: Run directories. Those of one recipe are seeds of one method.
         destination: The file to write, or a directory, in which it is named `report.html`.
         figures: The folder in which commands have drawn the runs; default: see :func:`~.figures.find_figures`.
         tables: Further tables by their titles, which come first.
@@ -75,7 +75,7 @@ def write_report(
 def _sentence(methods: Sequence[Method]) -> str:
     planned = [run.planned_epochs for method in methods for run in method.runs if run.planned_epochs is not None]
     epochs = f" for {_range(planned, 'epoch')}" if planned else ""
-    seeds = _range([len(method.runs) for method in methods], "seed")
+    seeds = _range([len(method.seeds) for method in methods], "seed")
     if len(methods) == 1:
         return f"{methods[0].label}, trained{epochs} with {seeds}: accuracy, time and what is perturbed."
     return (
@@ -184,7 +184,7 @@ def _series(method: Method, look: Style) -> dict[str, Any]:
                 "elapsed": [epoch.elapsed for epoch in run.metrics],
                 "timed": run.seconds is not None,  # runs that shared a device say nothing of time
             }
-            for run in method.runs
+            for run in method.seeds
         ],
         "density": density
         and {

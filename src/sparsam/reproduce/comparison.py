@@ -13,7 +13,7 @@ from sparsam.report.method import Method, Statistic
 from sparsam.reproduce.experiments import Experiment, Row
 from sparsam.runs.recipe import Recipe
 from sparsam.runs.run import Run, read_run
-from sparsam.runs.same import different_settings
+from sparsam.runs.same import INCIDENTAL, different_settings
 
 EPOCHS = "train.epochs"
 CONFIDENCE = 0.95
@@ -119,7 +119,7 @@ def compare(experiment: Experiment, runs: Sequence[Run], overrides: Iterable[str
         for run in runs:
             if not different_settings(recipe.to_dict(), run.recipe):
                 found.setdefault((recipe.name, run.seed), replace(run, name=recipe.name))
-    methods = {method.name: method for method in group_runs(found.values())}
+    methods = {method.name: method for method in group_runs(found.values(), INCIDENTAL)}
     others = {name: methods.get(against.name) for name in recipes if name != against.name} if against else {}
     return [Result(row, recipe, methods.get(recipe.name), others.get(recipe.name)) for row, recipe in wanted]
 

@@ -14,7 +14,7 @@ from sparsam.runs.config import MaskConfig
 from sparsam.runs.recipe import Recipe
 from sparsam.schedules import EveryStep
 from sparsam.training.build import build_ascent, build_base, build_sam
-from sparsam.training.planned import PlannedRun
+from sparsam.training.planned import PlannedRun, usual_epoch_steps
 from sparsam.training.step import TrainingStep, is_captured
 from sparsam.training.trainer import prepare_torch, total_steps
 
@@ -22,8 +22,6 @@ WARM_UP, STEPS = 5, 10
 CPU_WARM_UP, CPU_STEPS = 1, 3
 AGREE = 1.1  # how far apart the two shortest times may be; else further steps are measured, up to STEPS
 CPU_IMAGES = 16  # a CPU measures small batches and counts them as often as one batch has them
-
-TRAINING_IMAGES = {"digits": 1200, "cifar10": 50_000, "cifar100": 50_000, "imagefolder": 1_281_167}
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ def estimate(planned: Sequence[PlannedRun], device: torch.device) -> list[Estima
         key = (recipe.model, recipe.data.name, recipe.data.batch_size, recipe.train.precision, recipe.sam.enabled)
         if key not in seconds:
             seconds[key] = step_seconds(recipe, device)
-        found.append(Estimate(run, _steps(recipe), seconds[key]))
+        found.append(Estimate(run, total_steps(recipe, usual_epoch_steps(recipe)), seconds[key]))
     return found
 
 
@@ -106,8 +104,3 @@ def _agree(times: Sequence[float]) -> bool:
     """Tell whether the two shortest times are about the same: both were hardly disturbed."""
     shortest, second = sorted(times)[:2]
     return second <= AGREE * shortest
-
-
-def _steps(recipe: Recipe) -> int:
-    count = TRAINING_IMAGES[recipe.data.name] - (recipe.data.validation or 0)
-    return total_steps(recipe, min(count, recipe.data.limit or count) // recipe.data.batch_size)

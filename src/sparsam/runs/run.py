@@ -78,6 +78,12 @@ class Run:
         return self.setup, self.recipe["data"]["batch_size"], self.recipe["train"]["precision"], machine
 
     @property
+    def seeds(self) -> tuple[object, ...]:
+        """The seed of the run, and those of its masks."""
+        mask, inner = self.recipe["mask"], self.recipe["mask"].get("inner")
+        return self.seed, mask.get("seed") or 0, (isinstance(inner, dict) and inner.get("seed")) or 0
+
+    @property
     def commits(self) -> list[str | None]:
         """The git commits that its steps were taken with, each once; None: outside a checkout, or not noted."""
         return list(dict.fromkeys(_commits(self.environment))) or [None]

@@ -274,3 +274,14 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
             place[table] = place = as_table(inner)
         place[last] = value
     return layer
+
+
+def written(value: Any) -> str:
+    """Return a value as an override has it.
+
+    >>> [written(value) for value in (2.0, None, True, "layer2")]
+    ['2', 'none', 'true', 'layer2']
+    """
+    if value is None or isinstance(value, bool):
+        return NONE if value is None else str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)

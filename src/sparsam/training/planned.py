@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from sparsam.data.shapes import SHAPES
+from sparsam.data.shapes import SHAPES, TRAINING_IMAGES
 from sparsam.errors import UserError
 from sparsam.masks import SuffixMask
 from sparsam.models import build_model
@@ -18,6 +18,8 @@ from sparsam.runs.recipe import Recipe
 from sparsam.runs.schema import RecipeError
 from sparsam.settings import differences
 from sparsam.training.build import build_ascent, build_schedule
+from sparsam.training.over_time import ramp_of
+from sparsam.training.trainer import total_steps
 
 OF_THE_PROCESS = ("deterministic", "threads")  # settings of `train` that hold for all runs of a process
 
@@ -42,6 +44,10 @@ def check_planned(planned: Sequence[PlannedRun], at_once: int = 1) -> None:
         _check_cut(recipe)
     for recipe in {(recipe.schedule, recipe.ascent): recipe for recipe, _ in planned if recipe.sam.enabled}.values():
         _check_policies(recipe)
+    for recipe in {
+        recipe.name: recipe for recipe, _ in planned if recipe.sam.enabled and recipe.sam.ramp_epochs
+    }.values():
+        _check_ramp(recipe)
     for key in OF_THE_PROCESS:
         if at_once > 1 and len({getattr(recipe.train, key) for recipe, _ in planned}) > 1:
             raise RecipeError(f"runs at once must agree in train.{key}, which holds for the whole process")
@@ -68,3 +74,23 @@ def _check_policies(recipe: Recipe) -> None:
         build_ascent(recipe.ascent)
     except UserError as error:
         raise RecipeError(f"{recipe.name}: {error}") from error
+
+
+def _check_ramp(recipe: Recipe) -> None:
+    """Refuse a ramp of rho that the run is too short for, as far as that is known without its data."""
+    if recipe.data.name == "imagefolder" and recipe.train.max_steps is not None:
+        return  # only the folder tells how many epochs these steps are
+    epoch_steps = usual_epoch_steps(recipe)
+    if epoch_steps > 0:
+        steps = total_steps(recipe, epoch_steps)
+        try:
+            schedule, ascent = build_schedule(recipe.schedule, steps), build_ascent(recipe.ascent)
+            ramp_of(recipe, schedule, ascent, epoch_steps=epoch_steps, total_steps=steps)
+        except UserError as error:
+            raise RecipeError(f"{recipe.name}: {error}") from error
+
+
+def usual_epoch_steps(recipe: Recipe) -> int:
+    """Return the steps of an epoch without looking at the data. An image folder counts as ImageNet."""
+    count = TRAINING_IMAGES[recipe.data.name] - (recipe.data.validation or 0)
+    return min(count, recipe.data.limit or count) // recipe.data.batch_size
