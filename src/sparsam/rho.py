@@ -151,6 +151,14 @@ class RampRho(RhoSchedule):
         """Return the ramp's present share of rho_0."""
         return self.rho_0[group] * min(max(self.t - self.start, 0) / self.steps, 1.0)
 
+    def _apply(self) -> None:
+        super()._apply()
+        if self.t > self.start and not any(self.rho_0):  # as of an optimizer that was saved before its ramp
+            raise UserValueError(
+                "rho of some group must be > 0 when RampRho is built, but is 0 in all; in a resumed run build RampRho "
+                "before the optimizer's state is loaded, or load RampRho's state too"
+            )
+
 
 class ProportionalRho(RhoSchedule):
     r""":math:`\rho_t = \rho_0\, \eta_t / \eta_0`: follows the group's learning rate, whatever changes it.

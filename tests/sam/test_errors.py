@@ -413,6 +413,17 @@ def test_norm_mask_of_layers_that_the_optimizer_does_not_have():
         opt.step(t.closure(opt))
 
 
+def test_a_ramp_to_rho_zero():
+    with pytest.raises(ValueError, match="rho of some group must be > 0 when RampRho is built, but is 0 in all"):
+        RampRho(SAM([w()], SGD, rho=0.0, lr=0.1), steps=10)
+    RampRho(SAM([{"params": [w()], "rho": 0.0}, {"params": [w()]}], SGD, rho=0.1, lr=0.1), steps=10)
+    resumed = RampRho(SAM([w()], SGD, rho=0.0, lr=0.1), steps=10, start=5)  # whose own state may still be loaded
+    with pytest.raises(
+        ValueError, match="build RampRho before the optimizer's state is loaded, or load RampRho's state"
+    ):
+        resumed.go_to(6)
+
+
 def test_proportional_rho_at_lr_zero():
     with pytest.raises(ValueError, match="lr of each group must be > 0 when ProportionalRho is built"):
         ProportionalRho(SAM([w()], SGD, lr=0.0))
