@@ -14,7 +14,7 @@ from sparsam.distributed.shards import any_dtensor, computes_on, fsdp_modules
 from sparsam.errors import warn
 from sparsam.inventory import Inventory, modules_of
 from sparsam.perturbation import restore, save
-from sparsam.randomness import RngState, fork_rng, get_rng_state, set_rng_state, with_generators
+from sparsam.randomness import RngState, fork_rng, get_rng_state, set_rng_state
 
 SMALL = 2**16  # buffers of so many numbers are always kept: they could move unseen, through .data
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # which batch_norm moves unseen
@@ -173,7 +173,7 @@ class Passes:
             self._changes = inventory.changes
             self._normalising = [module for module in inventory.modules if _normalises(module)]
         params = inventory.parameters
-        self._devices = with_generators(map(computes_on, params) if any_dtensor(params) else {p.device for p in params})
+        self._devices = set(map(computes_on, params)) if any_dtensor(params) else {p.device for p in params}
         # A compiled module would be compiled again where it is told not to track.
         compiled = {part for module in inventory.compiled for part in modules_of(module)}
         self._tracking = [

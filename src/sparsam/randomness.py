@@ -17,16 +17,13 @@ CPU = torch.device("cpu")
 def get_rng_state(devices: Iterable[torch.device]) -> RngState:
     """Return the states of the generators of the CPU and of the given devices."""
     states = {CPU: torch.get_rng_state()}
-    for device in with_generators(devices):
+    for device in set(devices):
         # While a CUDA graph is captured its generator can be neither read nor set.
-        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            continue
+        if device.type not in ("cpu", "meta"):
             states[device] = torch.get_device_module(device).get_rng_state(device)
     return states
-
-
-def with_generators(devices: Iterable[torch.device]) -> frozenset[torch.device]:
-    """Return the devices that have a generator, each once, without the CPU."""
-    return frozenset(device for device in devices if device.type not in ("cpu", "meta"))
 
 
 def set_rng_state(states: RngState) -> None:
