@@ -147,6 +147,48 @@ def test_a_buffer_that_the_first_forward_fills_is_empty_again():
     assert model.seen is None
 
 
+def test_gradients_that_a_step_has_used_are_still_known_to_be_used():
+    """Else the closure would be said to add to gradients from before the step."""
+    model, batch = CASES["vgg"].model(), CASES["vgg"].batch()
+    opt = SAM(model.parameters(), torch.optim.SGD, model=model, **BASE)
+    closure = closure_of(model, lambda: model.zero_grad(set_to_none=False), batch)
+    twin = copy.deepcopy(model)
+    other = SAM(twin.parameters(), torch.optim.SGD, model=twin, **BASE)
+    same = closure_of(twin, lambda: twin.zero_grad(set_to_none=False), batch)
+    for measured in (False, True, False):
+        if measured:
+            measure_cost(model, closure, opt, rounds=1)
+        for step, run in ((opt.step, closure), (other.step, same)):
+            torch.manual_seed(3)
+            step(run)
+    assert differences(snapshot(model), snapshot(twin)) == []
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_a_step_that_was_begun_goes_on(zeros):
+    """A backward pass was made, whose dropout the second pass repeats."""
+    results = []
+    for measured in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(), torch.nn.Linear(8, 3))
+        batch = torch.randn(5, 6), torch.arange(5) % 3
+        opt = SAM(model.parameters(), torch.optim.SGD, model=model, **BASE)
+        closure = closure_of(model, opt.zero_grad, batch)
+        backward = closure_of(model, lambda: None, batch)
+        opt.zero_grad(set_to_none=not zeros)
+        backward()
+        if measured:
+            measure_cost(model, closure, opt, rounds=1)
+        opt.first_step(zero_grad=True)
+        backward()
+        if measured:
+            with pytest.raises(RuntimeError, match="measure_cost cannot be called while the optimizer is at the pert"):
+                measure_cost(model, closure, opt, rounds=1)
+        opt.second_step()
+        results.append(snapshot(model))
+    assert differences(*results) == []
+
+
 def test_nothing_moves_if_the_closure_fails():
     model, opt, closure, calls = build()
 

@@ -18,13 +18,14 @@ from sparsam.errors import UserTypeError, UserValueError
 from sparsam.passes import preserve_state
 from sparsam.replay.clock import Clock
 from sparsam.sam import SAM
+from sparsam.sam.phase import UsedGradients
 
 ROUNDS, WARM_UP = 20, 3  # two steps prove a path to a cut
 
 
 @dataclass(frozen=True)
 class StepRatio:
-    """Of the ratios of a method's step to the base optimizer's in the same round: the median and the quartiles."""
+    """Median and quartiles of the ratio of a method's step time to the base optimizer's in the same round."""
 
     median: float
     low: float
@@ -97,7 +98,8 @@ def measure_cost(
         opt.zero_grad()  # a step refuses to add to gradients that it has not used
         return clock.time(lambda: sam.step(closure)) / plain
 
-    with _preserved(base, [*model.parameters(), *params]), preserve_state(model), torch.enable_grad():
+    every = list(dict.fromkeys([*model.parameters(), *params]))
+    with _between_steps(opt), _preserved(base, every), preserve_state(model), torch.enable_grad():
         sam = SAM.wrap(
             base,
             mask=opt.mask if opt.ascent.passes == 2 else None,
@@ -109,6 +111,19 @@ def measure_cost(
         )
         ratios = [one_round(sam) for _ in range(WARM_UP + rounds)]
     return StepRatio.of(ratios[WARM_UP:])
+
+
+@contextmanager
+def _between_steps(opt: SAM) -> Iterator[None]:
+    """Let the block's closures call `opt.zero_grad()`; afterwards `opt` knows what it knew of the coming step."""
+    opt._phase.refuse_inside_step("measure_cost")
+    phase, used, random = opt._phase, opt._used_gradients, opt._passes._before_first
+    opt._used_gradients = UsedGradients()
+    try:
+        yield
+    finally:
+        opt._phase, opt._used_gradients = phase, used
+        opt._passes._start_from(random)
 
 
 @contextmanager

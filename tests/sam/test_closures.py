@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -329,6 +330,26 @@ def test_a_closure_that_clears_does_not_vouch_for_another():
         opt.step(t.closure(opt))
     with pytest.raises(UserRuntimeError, match=NOT_CLEARED):
         opt.step(clears(lambda t, opt: None)(t, opt))
+
+
+WRAPPED = {
+    "partial": lambda closure: partial(closure),
+    "partial of a partial": lambda closure: partial(partial(closure)),
+    "decorated": torch.enable_grad(),
+    "decorated partial": lambda closure: partial(torch.enable_grad()(closure)),
+}
+
+
+@pytest.mark.parametrize("how", WRAPPED)
+def test_a_wrapped_closure_does_not_vouch_for_what_is_wrapped_in_the_same_way(how):
+    t = task()
+    opt = sam(t)
+    for _ in range(2):
+        opt.step(WRAPPED[how](t.closure(opt)))
+    before = [p.detach().clone() for p in t.model.parameters()]
+    with pytest.raises(UserRuntimeError, match=NOT_CLEARED):
+        opt.step(WRAPPED[how](clears(lambda t, opt: None)(t, opt)))
+    assert same(before, [p.detach() for p in t.model.parameters()])
 
 
 def test_sparse_gradients_of_a_base_step_are_left_alone():

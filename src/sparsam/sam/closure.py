@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class ClosureCheck:
             used: The gradients that a base step has used, before the first call of a step; None: all are old.
         """
         accumulated = used is not None and used.any_new(params)
-        code = getattr(closure, "__code__", type(closure))  # a closure is mostly made anew in each step
+        code = _code_of(closure)  # a closure is mostly made anew in each step
         self.cleared = False
         torch.set_grad_enabled(True)  # step() sets it back; a closure may have left it off
         if code in self._proven and not accumulated:  # nothing must keep the memory of old gradients
@@ -89,3 +90,12 @@ class ClosureCheck:
         if makes_up and left and not bool(left[0].any()):  # the closure has filled it with zeros, and not used it
             before[0][0].grad = None
         return result
+
+
+def _code_of(closure: Any) -> tuple[object, ...]:
+    """Return what tells a closure from others, whoever makes it: its code, and that of functions that it wraps."""
+    codes: list[object] = []
+    while closure is not None:
+        codes.append(getattr(closure, "__code__", type(closure)))
+        closure = closure.func if isinstance(closure, partial) else getattr(closure, "__wrapped__", None)
+    return tuple(codes)
