@@ -133,6 +133,18 @@ def test_groups_that_share_a_tensor_go_separate_ways():
     assert schedule.get_last_rho() == pytest.approx([0.05, 0.1])
 
 
+@pytest.mark.parametrize("rho", [0.2, torch.tensor(0.2)], ids=["float", "tensor"])
+def test_a_group_that_is_added_starts_from_the_first_rho(rho):
+    a, b, c = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    opt = SAM([a], torch.optim.SGD, rho=rho, lr=0.1)
+    schedule = CosineRho(opt, total_steps=10)
+    for p in (b, c):
+        schedule.go_to(6)  # half way
+        opt.add_param_group({"params": [p]})
+    schedule.go_to(6)
+    assert schedule.get_last_rho() == pytest.approx([0.1, 0.1, 0.1])
+
+
 def test_proportional_without_a_scheduler():
     opt = optimizer()
     schedule = ProportionalRho(opt)

@@ -85,6 +85,14 @@ def test_steps_are_whole_and_never_cost_more():
             assert choice.cost <= budget + 1e-9
 
 
+@pytest.mark.parametrize("total_steps", [10, 33, 1000])
+def test_a_named_fraction_costs_no_more_than_the_budget(total_steps):
+    """0.241 of 10 steps are 3, which b, at 1.6 a step, has for 1.18."""
+    choice = choose(MADE_UP, total_steps=total_steps, budget=1.15, fraction=0.241)
+    assert choice.cut == ("c" if total_steps == 10 else "b")
+    assert choice.cost <= 1.15 + 1e-9
+
+
 def test_late_cuts_only_where_there_is_nothing_else():
     assert choose(counts(head=(1.3, 0.04)), total_steps=100).cut == "head"
     assert choose(counts(a=(1.9, 0.05), head=(1.01, 0.04)), total_steps=100, budget=1.02).cut == "a"

@@ -58,13 +58,13 @@ class Choice(NamedTuple):
     cut: str
     """The name of the module whose input is the cut."""
     weights: float
-    """Of the weights that are trained, the fraction that follow the cut."""
+    """The fraction of the trained weights that follow the cut."""
     fraction: float
-    """Of the steps, those that are sharpness-aware: the last ones."""
+    """The fraction of the steps, the last ones, that are sharpness-aware."""
     total_steps: int
-    """Of the training."""
+    """The number of steps of the training."""
     cost: float
-    """Of a step, in base steps, in the mean over the training."""
+    """The mean cost of a step over the training, in base steps."""
 
     def __str__(self) -> str:
         return (
@@ -213,6 +213,7 @@ def choose(
                 f"perturbs from {chosen.name!r} on; it is a factor, such as {BUDGET}"
             )
     else:
+        fraction = (total_steps - math.floor((1 - fraction) * total_steps + 1e-6)) / total_steps  # whole steps
         affordable = [c for c, cost in allowed.items() if cut is not None or fraction <= bought(budget, cost)]
         if not affordable:
             cheapest = min(allowed, key=lambda c: allowed[c])
@@ -222,7 +223,6 @@ def choose(
                 f"from {cheapest.name!r} on, but is {budget:g}"
             )
         chosen = affordable[0]
-        fraction = 1 - math.floor((1 - fraction) * total_steps + 1e-6) / total_steps  # whole steps
     cost = 1 + fraction * (allowed[chosen] - 1)
     return Choice(chosen.name, chosen.weights, float(fraction), int(total_steps), cost)
 

@@ -58,6 +58,26 @@ def test_a_chain_by_hand():
     assert counts.costs(perturbing=0)[middle] == pytest.approx(1 + (extra - ELEMENT * PERTURBING * (bc + cd)) / base)
 
 
+def test_weights_that_no_pass_uses_are_trained_all_the_same():
+    """Of 640 weights 64 follow the cut; the step and perturbing count by the same number."""
+
+    class Unused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.unused = (nn.Linear(8, size, bias=False) for size in (8, 8, 64))
+
+        def forward(self, x):
+            return self.b(self.a(x).relu())
+
+    counts = count_costs(Unused(), torch.ones(4, 8))
+    assert counts.weights == 640
+    assert [(cut.name, cut.weights) for cut in counts.cuts] == [("a", 0.2), ("b", 0.1)]
+    last = counts.cuts[1]
+    extra = last.after.flops + ELEMENT * (last.after.elements + PERTURBING * 64)
+    base = counts.whole.flops + ELEMENT * (counts.whole.elements + STEPPING * 640)
+    assert counts.cost(last) == pytest.approx(1 + extra / base)
+
+
 def _sum(*works: Work) -> Work:
     return Work(sum(w.flops for w in works), sum(w.elements for w in works))
 

@@ -246,6 +246,10 @@ def test_each_cut_has_a_measured_share_of_the_step(name):
     assert all(0 < cut.step <= 1 for cut in cuts)
 
 
+def test_a_model_without_weights_has_no_cut():
+    assert find_cuts(torch.nn.Sequential(torch.nn.ReLU()), lambda: None) == []
+
+
 def test_what_runs_a_pass_must_be_a_function():
     with pytest.raises(TypeError, match=r"run must be a function that computes the loss .*, but is a Tensor"):
         find_cuts(torch.nn.Linear(2, 2), torch.ones(1, 2))

@@ -44,9 +44,9 @@ class Work(NamedTuple):
     """What was computed."""
 
     flops: int = 0
-    """Of matrix products and convolutions."""
+    """Floating-point operations of matrix products and convolutions."""
     elements: int = 0
-    """That these have read and written."""
+    """Elements that these products and convolutions have read and written."""
 
     def minus(self, other: Work) -> Work:
         """Return what was computed since."""
@@ -57,22 +57,22 @@ class CountedCut(NamedTuple):
     """The input of a module, and how much follows it."""
 
     name: str
-    """Of the module."""
+    """The name of the module."""
     weights: float
-    """Of the weights that are trained, the fraction that are used after the cut and nowhere before."""
+    """The fraction of the trained weights that are used after the cut and nowhere before."""
     after: Work
-    """Of forward and backward, what follows the cut."""
+    """The work of forward and backward that follows the cut."""
 
 
 class Counts(NamedTuple):
     """What a pass of a model computes, in all and after each cut."""
 
     whole: Work
-    """Of forward and backward."""
+    """The work of forward and backward."""
     weights: int
-    """That are trained."""
+    """The number of trained weights."""
     cuts: list[CountedCut]
-    """Earliest first."""
+    """All cuts, the earliest first."""
 
     def costs(self, perturbing: int = PERTURBING) -> dict[CountedCut, float]:
         """Return what a sharpness-aware step costs from each cut, in base steps.
@@ -133,9 +133,12 @@ def count_costs(model: nn.Module, example_inputs: Any, params: Iterable[Tensor] 
             spans = spans_after(network, [name for name in places if name], run, lambda: counter.work)
     work = {name: end.minus(start) for name, (start, end) in spans.items()}
     trained = {p for p in (network.parameters() if params is None else params) if p.requires_grad}
-    used = max(1, weight_count(places.pop("") & trained))
-    cuts = [CountedCut(name, weight_count(after & trained) / used, work[name]) for name, after in places.items()]
-    return Counts(work[""], weight_count(trained), cuts)
+    weights = weight_count(trained)
+    del places[""]
+    cuts = [
+        CountedCut(name, weight_count(after & trained) / max(1, weights), work[name]) for name, after in places.items()
+    ]
+    return Counts(work[""], weights, cuts)
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]

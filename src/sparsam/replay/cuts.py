@@ -40,7 +40,7 @@ class Cut(NamedTuple):
     """The input of a module, and how much follows it."""
 
     name: str
-    """Of the module."""
+    """The name of the module."""
     weights: float
     """The fraction of the weights that are used after the cut and nowhere before."""
     step: float | None
@@ -81,7 +81,7 @@ def find_cuts(
         places = parameters_after(unwrap(model), run)
     total = weight_count(places.pop(""))
     steps: dict[str, float] = {}
-    if passes:
+    if passes and places:
         clock = clock or Clock(next(p.device for p in model.parameters()), device_time)
         measured = []
         for i in range(WARM_UP + passes):

@@ -34,7 +34,7 @@ class Wrapper(Optimizer):
             group["rho"] = plain(group.get("rho", rho))
         self.base_optimizer = base
         # Not Optimizer.__init__, which would make groups and state of its own.
-        Optimizer.__setstate__(self, {"defaults": {**base.defaults, "rho": plain(rho)}})
+        Optimizer.__setstate__(self, {"defaults": {**base.defaults, "rho": copied(rho)}})
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -65,7 +65,7 @@ class Wrapper(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters; the mask is made anew in the next step."""
-        rho = param_group.get("rho", self.defaults["rho"])
+        rho = param_group["rho"] if "rho" in param_group else copied(self.defaults["rho"])
         check_rho(rho, f"rho of parameter group {len(self.param_groups)}")
         self._check_groups()
         self.base_optimizer.add_param_group({**param_group, "rho": plain(rho)})
@@ -166,3 +166,8 @@ def eager(function: F) -> F:
 def plain(rho: float | Tensor) -> float | Tensor:
     """Return a plain float for whatever number was given, so that a state_dict holds nothing else."""
     return rho if isinstance(rho, Tensor) else float(rho)
+
+
+def copied(rho: float | Tensor) -> float | Tensor:
+    """Return a rho that stays: a schedule changes the tensor of a group in place."""
+    return rho.clone() if isinstance(rho, Tensor) else float(rho)
