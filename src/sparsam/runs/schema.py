@@ -61,9 +61,9 @@ def share(default: Any, names: Sequence[str] | None = None) -> Any:
     return setting(default, "a number in [0, 1]", lambda value: 0 <= value <= 1, names)
 
 
-def positive(default: Any, names: Sequence[str] | None = None) -> Any:
+def positive(default: Any) -> Any:
     """Declare a finite number above 0."""
-    return setting(default, "a number > 0", lambda value: 0 < value < math.inf, names)
+    return setting(default, "a number > 0", lambda value: 0 < value < math.inf)
 
 
 def not_negative(default: Any, names: Sequence[str] | None = None) -> Any:

@@ -14,6 +14,7 @@ from sparsam.distributed.groups import group_size
 from sparsam.runs.build import build_loss
 from sparsam.runs.recipe import Recipe
 from sparsam.sam import SAM
+from sparsam.sam.without_closure import current_scale, run_passes
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -81,18 +82,12 @@ class TrainingStep:
 
     def _scaled_step(self, scaler: torch.amp.GradScaler) -> Tensor:
         """Take an fp16 step: a scaler takes no closures, and skips the step after an overflow."""
-        sam = self.opt if isinstance(self.opt, SAM) else None
-        self.opt.zero_grad()
-        if sam is None:
+        if isinstance(self.opt, SAM):
+            scale = current_scale(scaler, self.device)
+            loss: Tensor = run_passes(self.opt, lambda: self._scaled_pass(scaler), scale)
+        else:
+            self.opt.zero_grad()
             loss = self._scaled_pass(scaler)
-        elif sam.needs_second_pass:
-            loss = self._scaled_pass(scaler)
-            with sam.perturbed(scale=scaler.get_scale()):
-                sam.zero_grad()
-                self._scaled_pass(scaler)
-        else:  # the only pass; in a base step the weights stay where they are
-            with sam.perturbed():
-                loss = self._scaled_pass(scaler)
         scaler.step(self.opt)
         scaler.update()
         return loss

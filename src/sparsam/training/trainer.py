@@ -353,7 +353,7 @@ class Trainer:
         self.epoch, self.batch = saved["epoch"], saved["batch"]
         self.loss_sum.copy_(saved["loss_sum"])
         self.seconds, self.elapsed, self.best = saved["seconds"], saved["elapsed"], saved["best"]
-        self.untimed |= saved.get("untimed", saved.get("shared", False))  # its former name
+        self.untimed |= saved["untimed"]
         self.mask_statistics.load(saved["mask_statistics"])
 
     def _synchronize(self) -> None:
