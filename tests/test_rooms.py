@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[1] / "src" / "sparsam"
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "sparsam"
 LINES = 400  # of a file
 MODULES = 14  # beside the sub-packages
 
@@ -86,6 +88,13 @@ def test_imports_go_downwards(name):
 
 def test_every_room_is_in_the_table():
     assert {folder.parent.name for folder in SOURCE.glob("*/__init__.py")} <= MAY_IMPORT.keys()
+
+
+def test_contributing_shows_the_core_as_it_is():
+    rows = re.findall(r"^\| (`.*?`) \| ", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    shown = [set(re.findall(r"`(\w+)(?:\.py|/)`", row)) for row in rows]
+    missing = [layer for layer in LAYERS if layer != ("__init__",) and set(layer) not in shown]
+    assert missing == []
 
 
 def test_no_file_is_long():

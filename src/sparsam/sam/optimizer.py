@@ -171,9 +171,9 @@ class SAM(Wrapper):
 
         Args:
             closure: Clears the gradients, computes the loss and its gradient and returns the loss. It is called twice,
-                at w and at w + eps, also if rho or the mask is zero; three times where replay proves a new path; once
-                in a base step or a step of one pass. None: take the base step that ends the two-step use, or one of
-                the schedule.
+                at w and at w + eps, also if rho or the mask is zero; once or twice more where replay proves a new path;
+                once in a base step or a step of one pass. None: take the base step that ends the two-step use, or one
+                of the schedule.
 
         Returns:
             What the first call of the closure returned: the loss at w, or, in a step of one pass, at w + eps.
