@@ -178,6 +178,7 @@ REFUSED = [
     (["train", "recipes/digits-sam.toml"], "error: there is no recipe at recipes/digits-sam.toml; did you mean digits-sam?"),
     (["train", "none.toml"], "error: there is no recipe at none.toml"),
     (["train", "digits-sam", "--set", "sam.rho=-1"], "error: sam.rho must be a number >= 0, but is -1.0"),
+    (["train", "digits-sgd", "--set", "sam.rho=0.2"], "error: sam.rho has no meaning where sam.enabled is false; set sam.enabled=true too"),
     (["train", "digits-sam", "--set", "epochs=3"], "error: unknown key epochs; did you mean train.epochs?"),
     (["train", "digits-sam", "--device", "quantum"], "error: --device must be a device of this machine (cpu"),
     (["train", "cifar10-resnet18-sam", "--set", "data.root=nowhere", "-o", "{tmp}/x"], "error: cifar10 is not at"),

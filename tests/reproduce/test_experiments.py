@@ -128,6 +128,31 @@ def test_a_setting_without_a_meaning_is_refused(tmp_path):
         plan_runs(experiments, 1, tmp_path, ["mask.sparsity=0.5"])
 
 
+def test_a_setting_goes_to_the_rows_that_it_has_a_meaning_for(tmp_path):
+    (tmp_path / "own.toml").write_text(
+        """[[table1.rows]]
+        recipe = "digits-sgd"
+        [[table1.rows]]
+        recipe = "digits-sam"
+        [[table1.rows]]
+        recipe = "digits-sgd"
+        set = ["sam.enabled=true", "mask.name=random"]
+        [[table1.rows]]
+        recipe = "digits-sam"
+        set = ["sam.enabled=false", "optimizer.lr=0.1"]
+        """
+    )
+    planned = plan_runs(
+        find_experiments([str(tmp_path / "own.toml")]), 1, tmp_path, ["sam.rho=0.3", "mask.sparsity=0.9"]
+    )
+    assert [(run.recipe.sam.enabled, run.recipe.sam.rho, run.recipe.mask.sparsity) for run in planned] == [
+        (False, 0.1, None),
+        (True, 0.3, None),
+        (True, 0.3, 0.9),
+        (False, 0.1, None),
+    ]
+
+
 def test_a_setting_that_rows_differ_in_is_refused(tmp_path):
     with pytest.raises(RecipeError, match=r"mask\.sparsity is what rows differ in; choose rows with --only"):
         plan_runs(find_experiments(["table1"]), 1, tmp_path, ["mask.sparsity=0.7"])

@@ -10,6 +10,7 @@ import torch
 
 from sparsam.models import build_model
 from sparsam.replay import count_costs
+from sparsam.runs.config import SamConfig
 from sparsam.runs.library import PACKAGED, packaged_recipes
 from sparsam.runs.recipe import Recipe, load_recipe, recipe_from, relevant_overrides
 from sparsam.runs.schema import RecipeError
@@ -262,9 +263,39 @@ def test_overrides_concern_recipes_where_they_have_a_meaning(source, relevant):
     load_recipe(source, relevant)
 
 
+OF_SAM = ["sam.rho=0.2", "sam.ramp_epochs=1", "sam.adaptive=true", "sam.rho=0.1", "mask=random", "mask.sparsity=0.9",
+          "mask.inner.name=fisher", "ascent.name=gradient", "schedule.fraction=0.3", "sam={enabled=false, rho=0.2}"]  # fmt: skip
+
+
+@pytest.mark.parametrize("override", OF_SAM)
+def test_an_override_that_has_no_effect_without_sam_is_refused(override):
+    key = re.escape(override.partition("=")[0])
+    message = rf"^{key} has no meaning where sam\.enabled is false; set sam\.enabled=true too, or choose a recipe that "
+    with pytest.raises(RecipeError, match=message):
+        load_recipe("digits-sgd", ["train.epochs=1", override])
+    with pytest.raises(RecipeError, match=message):
+        load_recipe("digits-sam", [override, "sam.enabled=false"])
+    assert relevant_overrides("digits-sgd", ["train.epochs=1", override]) == ["train.epochs=1"]
+
+
+def test_an_override_that_has_an_effect_is_not_refused(tmp_path):
+    assert load_recipe("digits-sgd", ["sam.rho=0.3", "sam.enabled=true"]).sam == SamConfig(rho=0.3)
+    assert not load_recipe("digits-sam", ["sam={enabled=false}"]).sam.enabled
+    assert relevant_overrides("digits-sam", ["sam={enabled=false}"]) == ["sam={enabled=false}"]
+    (tmp_path / "own.toml").write_text('extends = "digits-sam"\n[sam]\nenabled = false\n')
+    assert load_recipe(tmp_path / "own.toml", ["train.epochs=1"]).sam.rho == 0.1  # inherited
+    with pytest.raises(RecipeError, match=r"^unknown key sam\.roh; did you mean sam\.rho\?$"):
+        load_recipe("digits-sgd", ["sam.roh=0.2"])
+    (tmp_path / "empty.toml").write_text("")
+    with pytest.raises(RecipeError, match=r"^sam must be a table of settings, but is 3$"):
+        load_recipe(tmp_path / "empty.toml", ["sam=3"])
+
+
 def test_an_override_of_a_name_decides_what_has_a_meaning():
     assert relevant_overrides("digits-sam", ["mask.name=random", "mask.sparsity=0.9"]) == ["mask.name=random", "mask.sparsity=0.9"]  # fmt: skip
     assert relevant_overrides("digits-ssam-f", ["sam.enabled=false", "sam.rho=1"]) == ["sam.enabled=false"]
+    assert relevant_overrides("digits-sam", ["mask.sparsity=0.9"], first=["mask=random"]) == ["mask.sparsity=0.9"]
+    assert relevant_overrides("digits-sam", ["sam.rho=1"], first=["sam.enabled=false"]) == []
     assert relevant_overrides("digits-sam", ["colour=3"]) == ["colour=3"]  # which is then refused
 
 

@@ -80,7 +80,7 @@ class Row:
 
     def relevant(self, overrides: Iterable[str]) -> list[str]:
         """Return the overrides that have a meaning for the row."""
-        return relevant_overrides(self.source, overrides)
+        return relevant_overrides(self.source, overrides, first=self.overrides)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from sparsam.runs.config import (
     TrainConfig,
 )
 from sparsam.runs.library import find_recipe
-from sparsam.runs.schema import RecipeError, as_table, build, has_meaning, merge, parse_overrides
+from sparsam.runs.schema import RecipeError, all_keys, as_table, build, has_meaning, merge, parse_overrides
 
 THRIFTY = ("suffix", "friendly", "last-steps")
 
@@ -84,8 +84,15 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     Args:
         source: The name of a recipe of the package, or a path that ends in .toml.
         overrides: Such as `train.epochs=10`. The value none takes an optional setting away.
+
+    Raises:
+        RecipeError: Something is not allowed, or an override has no meaning for the recipe.
     """
-    return recipe_from(merge(Recipe, _read(source), parse_overrides(overrides)))
+    overrides = list(overrides)
+    values = merge(Recipe, _read(source), parse_overrides(overrides))
+    if not _has_sam(values):
+        _check_need_no_sam(overrides)
+    return recipe_from(values)
 
 
 def recipe_from(values: dict[str, Any]) -> Recipe:
@@ -95,19 +102,44 @@ def recipe_from(values: dict[str, Any]) -> Recipe:
     return recipe
 
 
-def relevant_overrides(source: str | Path, overrides: Iterable[str]) -> list[str]:
-    """Return the overrides that have a meaning for a recipe: SGD has no rho, SAM no sparsity, and only SSAM-C a cut."""
+def relevant_overrides(source: str | Path, overrides: Iterable[str], first: Iterable[str] = ()) -> list[str]:
+    """Return the overrides that have a meaning for a recipe: SGD has no rho, SAM no sparsity, and only SSAM-C a cut.
+
+    Args:
+        source: As in :func:`load_recipe`.
+        overrides: As there.
+        first: Overrides that the recipe has had before.
+    """
     overrides = list(overrides)
-    values = merge(Recipe, _read(source), parse_overrides(overrides))
-    sam = as_table(values.get("sam", {})).get("enabled", True)
+    values = merge(Recipe, _read(source), parse_overrides([*first, *overrides]))
+    sam = _has_sam(values)
 
     def is_relevant(override: str) -> bool:
         key = override.partition("=")[0].split(".")
-        if not sam and (key[0] in OF_SAM or (key[0] == "sam" and key != ["sam", "enabled"])):
-            return False
-        return has_meaning(Recipe, values, key)
+        return (sam or not _needs_sam(override)) and has_meaning(Recipe, values, key)
 
     return [override for override in overrides if is_relevant(override)]
+
+
+def _has_sam(values: dict[str, Any]) -> bool:
+    return as_table(values.get("sam", {}), "sam.").get("enabled") is not False
+
+
+def _needs_sam(override: str) -> bool:
+    """Return whether an override has no meaning without SAM. Of the table `sam`, only `enabled` has one."""
+    layer = parse_overrides([override])
+    return not layer.keys().isdisjoint(OF_SAM) or bool(as_table(layer.get("sam", {}), "sam.").keys() - {"enabled"})
+
+
+def _check_need_no_sam(overrides: Iterable[str]) -> None:
+    """Refuse overrides that would have no effect. Unknown keys are refused elsewhere, where similar ones are named."""
+    known = set(all_keys(Recipe, repeats=1))
+    for key in (override.partition("=")[0] for override in overrides if _needs_sam(override)):
+        if key in known:
+            raise RecipeError(
+                f"{key} has no meaning where sam.enabled is false; set sam.enabled=true too, or choose a recipe that "
+                f"has SAM"
+            )
 
 
 def _read(source: str | Path, beside: Path | None = None, readers: tuple[Path, ...] = ()) -> dict[str, Any]:

@@ -185,7 +185,7 @@ def _did_you_mean(key: str, known: Iterable[str], root: Any) -> str:
     parts = key.split(".")
     for start in range(len(parts)):
         tail = parts[start:]
-        close = _closest(tail, _keys(root, repeats=int(len(tail) > 1)))
+        close = _closest(tail, all_keys(root, repeats=int(len(tail) > 1)))
         if close:
             return f"did you mean {' or '.join(close)}?"
     return f"known keys: {', '.join(known)}"
@@ -203,13 +203,13 @@ def _closest(parts: Sequence[str], keys: Iterable[str]) -> list[str]:
     return [key for key, found in likeness.items() if found == best]
 
 
-def _keys(schema: Any, prefix: str = "", repeats: int = 0, outer: tuple[Any, ...] = ()) -> Iterator[str]:
+def all_keys(schema: Any, prefix: str = "", repeats: int = 0, outer: tuple[Any, ...] = ()) -> Iterator[str]:
     """Yield the keys of a table and of those in it, `repeats` times also of a table inside one like itself."""
     for f in dataclasses.fields(schema):
         key, (expected, _) = prefix + f.name, _type(schema, f.name)
         yield key
         if dataclasses.is_dataclass(expected) and outer.count(expected) <= repeats:
-            yield from _keys(expected, f"{key}.", repeats, (*outer, expected))
+            yield from all_keys(expected, f"{key}.", repeats, (*outer, expected))
 
 
 # ------------------------------------------------------------------------------------------------- layers of values
