@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from torch import nn
 
-from sparsam.reproduce.cost import CPU_IMAGES, step_seconds
+from sparsam.ascents import GradientAscent
+from sparsam.models import build_model
+from sparsam.reproduce.cost import CPU_IMAGES, estimate, step_seconds
 from sparsam.runs.recipe import load_recipe
+from sparsam.runs.schema import RecipeError
+from sparsam.training.planned import PlannedRun
 
 
 @pytest.mark.parametrize(
@@ -23,6 +30,85 @@ def test_steps_that_were_disturbed_do_not_count(monkeypatch, seconds, shortest, 
     found = iter(times)
     monkeypatch.setattr("sparsam.replay.clock.Clock.time", lambda clock, work: (work(), next(found))[1])
     recipe = load_recipe("digits-sam")
-    cost = step_seconds(recipe, torch.device("cpu"))
+    cost = step_seconds(recipe, GradientAscent(), torch.device("cpu"))
     assert cost == pytest.approx(shortest * recipe.data.batch_size / CPU_IMAGES)
     assert list(found) == times[measured:]
+
+
+class ConvolutionClock:
+    """Each call of a convolution takes a second."""
+
+    def __init__(self, monkeypatch):
+        self.calls = 0
+        forward = nn.Conv2d.forward
+
+        def counted(module, x):
+            self.calls += 1
+            return forward(module, x)
+
+        def time(clock, work):
+            before = self.calls
+            work()
+            return self.calls - before
+
+        monkeypatch.setattr(nn.Conv2d, "forward", counted)
+        monkeypatch.setattr("sparsam.replay.clock.Clock.time", time)
+
+
+def convolutions(model):
+    return sum(isinstance(module, nn.Conv2d) for module in model.modules())
+
+
+MODEL = build_model("resnet-small", 10, channels=1)
+ALL, AFTER = convolutions(MODEL), sum(convolutions(MODEL.get_submodule(name)) for name in ("layer2", "layer3"))
+LATE = ["schedule=last-steps", "schedule.fraction=0.25"]
+MEAN = {  # convolutions of a step, in the mean over the 24 steps of a run
+    "sgd": ("digits-sgd", [], ALL),
+    "sam": ("digits-sam", [], 2 * ALL),
+    "momentum": ("digits-sam", ["ascent=momentum"], ALL),
+    "fisher": ("digits-ssam-f", [], 2 * ALL),
+    "every-nth": ("digits-sam", ["schedule=every-nth", "schedule.n=3"], (1 + 1 / 3) * ALL),
+    "late": ("digits-sam", LATE, 1.25 * ALL),
+    "late, one pass before": ("digits-sam", [*LATE, "schedule.before=momentum"], 1.25 * ALL),
+    "cut": ("digits-sam", ["mask=suffix", "mask.cut=layer2"], ALL + AFTER),
+    "inner": ("digits-sam", ["mask=suffix", "mask.cut=layer2", "mask.inner=fisher"], ALL + AFTER),
+    "thrifty": (
+        "digits-thrifty",
+        [],
+        ALL + 5 / 24 * AFTER,
+    ),  # of 24 steps, the first floor(0.8 * 24) = 19 are base steps
+}
+
+
+def test_a_run_counts_its_steps_as_its_schedule_and_its_cut_say(monkeypatch):
+    ConvolutionClock(monkeypatch)
+    monkeypatch.setattr("sparsam.reproduce.cost.CPU_IMAGES", 100)  # a whole batch
+    runs = [PlannedRun(load_recipe(name, ["train.epochs=2", *more]), Path(name)) for name, more, _ in MEAN.values()]
+    for sort, found in zip(MEAN, estimate(runs, torch.device("cpu")), strict=True):
+        assert found.steps == 24, sort
+        assert found.seconds == pytest.approx(MEAN[sort][2]), sort
+        assert found.total == pytest.approx(24 * MEAN[sort][2]), sort
+
+
+def test_a_sort_of_step_is_measured_once(monkeypatch):
+    measured = []
+
+    def seconds(recipe, ascent, device):
+        measured.append((type(ascent).__name__, recipe.mask.cut))
+        return 1.0
+
+    monkeypatch.setattr("sparsam.reproduce.cost.step_seconds", seconds)
+    settings = [[], ["schedule.fraction=0.5"], ["sam.rho=0.3"], ["mask.cut=layer3"], ["train.seed=1"]]
+    runs = [PlannedRun(load_recipe("digits-thrifty", own), Path("x")) for own in settings]
+    assert [found.seconds for found in estimate(runs, torch.device("cpu"))] == [1.0] * 5
+    assert measured == [("NoneType", "layer2"), ("FriendlyAscent", "layer2"), ("FriendlyAscent", "layer3")]
+
+
+@pytest.mark.parametrize(
+    ("setting", "images"), [("data.limit=99", 99), ("data.validation=1101", 99), ("data.validation=1201", 0)]
+)
+def test_a_batch_that_there_are_too_few_images_for_is_refused(setting, images):
+    run = PlannedRun(load_recipe("digits-thrifty", [setting]), Path("x"))
+    message = f"^digits-thrifty: data.batch_size must be at most the number of training images, {images}, but is 100$"
+    with pytest.raises(RecipeError, match=message):
+        estimate([run], torch.device("cpu"))

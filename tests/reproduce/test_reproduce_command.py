@@ -288,8 +288,11 @@ def test_a_dry_run_counts_steps_and_trains_nothing(own, reproduced, tmp_path):
         assert seconds(*time) == pytest.approx(float(count.replace(",", "")) * float(ms) / 1000, rel=0.3, abs=0.6)
     found = re.search(r"3 runs, (\S+) (\S+) on cpu, roughly", text)
     assert seconds(*found.groups()) == pytest.approx(total, rel=0.3, abs=0.6)
-    again = invoke("reproduce", own, "--epochs", 2, "--dry-run", "-o", reproduced[0], "--device", "cpu").stdout
-    assert "0 runs, 0 s on cpu, roughly: by a step measured on random images; 3 more are finished" in again
+    arguments = ("reproduce", own, "--epochs", 2, "--dry-run", "-o", reproduced[0], *QUICK[2:])
+    again = invoke(*arguments, *QUICK[:2]).stdout
+    assert "0 runs, 0 s on cpu, roughly: by steps measured on random images; 3 more are finished" in again
+    error = invoke(*arguments, code=1).stderr  # as without --dry-run
+    assert "holds a run of another recipe, which differs in train.deterministic" in error
 
 
 @pytest.mark.parametrize(
@@ -331,16 +334,19 @@ def test_a_row_whose_ramp_is_longer_than_a_scaled_down_run_is_named_before_anyth
     table, output = tmp_path / "own.toml", tmp_path / "runs"
     rows = '{ recipe = "digits-sgd" }, { recipe = "digits-thrifty", set = ["sam.ramp_epochs=2"] }'
     table.write_text(f"[table1]\nrows = [{rows}]\n")
-    error = invoke("reproduce", table, "--epochs", 2, "--device", "cpu", "-o", output, code=1).stderr.replace("\n", " ")
-    assert "digits-thrifty-ramp2-epochs2: sam.ramp_epochs is 2, which is 24 steps, but" in error
-    assert "has 5: rho would not reach 0.2; choose at most 0.416, or train for longer" in error
-    assert not output.exists()
+    for more in ((), ("--dry-run",)):
+        done = invoke("reproduce", table, "--epochs", 2, "--device", "cpu", "-o", output, *more, code=1)
+        error = done.stderr.replace("\n", " ")
+        assert "digits-thrifty-ramp2-epochs2: sam.ramp_epochs is 2, which is 24 steps, but" in error
+        assert "has 5: rho would not reach 0.2; choose at most 0.416, or train for longer" in error
+        assert not output.exists()
 
 
 def test_no_resume_refuses_runs_that_are_there(own, reproduced):
     output, _ = reproduced
-    done = invoke("reproduce", own, "--epochs", 2, "--no-resume", "-o", output, *QUICK, code=1)
-    assert "--no-resume starts anew, but there are runs already, such as" in done.stderr
+    for more in ((), ("--dry-run",)):
+        done = invoke("reproduce", own, "--epochs", 2, "--no-resume", "-o", output, *QUICK, *more, code=1)
+        assert "--no-resume starts anew, but there are runs already, such as" in done.stderr
 
 
 @pytest.mark.slow
@@ -441,6 +447,15 @@ def test_runs_that_share_the_device_have_no_times_of_their_own(tmp_path):
     invoke("reproduce", own, *arguments, "--at-once", 2)
     found = [summary(tmp_path, f"digits-{method}-epochs1") for method in ("sgd", "sam")]
     assert [s["step_ms"] for s in found] == [None, None]
+
+
+def test_a_dry_run_says_which_runs_share_their_start(tmp_path):
+    own = tmp_path / "own.toml"
+    own.write_text("[t]\nrows = [{ recipe = 'digits-sgd' }, { recipe = 'digits-thrifty' }]\n")
+    arguments = ("reproduce", own, "--epochs", 2, *QUICK[:4], "--dry-run", "-o", tmp_path / "runs")
+    assert "take less" not in invoke(*arguments).stdout
+    text = invoke(*arguments, "--share-start").stdout
+    assert "1 of them take less, since another takes their first steps (--share-start)" in text
 
 
 @pytest.mark.slow

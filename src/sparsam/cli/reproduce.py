@@ -54,7 +54,7 @@ def reproduce(
     ] = None,
     list_rows: Annotated[bool, typer.Option("--list", help="Show all rows, train nothing.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the runs, and their time by a measured step; train nothing.")
+        bool, typer.Option("--dry-run", help="Show the runs, and their time by measured steps; train nothing.")
     ] = False,
     source: Annotated[
         Path | None, typer.Option("--from", metavar="FOLDER", help="Show the runs in a folder, train nothing.")
@@ -158,10 +158,11 @@ def reproduce(
             raise UserValueError("--known goes with tables: figures need the weights of all runs")
         planned, elsewhere = without_known(planned, runs_in(known, "--known"))
         rich.print(f"{len(elsewhere)} runs are in {known} already")
+    _check(planned, at_once if engine is Engine.local else 1, resume=resume)
     if dry_run:
-        _estimate(planned, device)
+        _estimate(planned, device, share_start=share_start)
         return
-    _check(planned, at_once if engine is Engine.local else 1, resume=resume, share_start=share_start)
+    _announce(planned, share_start=share_start)
     failed = _train(planned, engine, device, at_once, address, retries, share_start=share_start)
     if part is None:
         finished = [run for run in planned if RunDirectory(run.path).finished]
@@ -200,19 +201,25 @@ def _grouped(failed: Sequence[str]) -> list[str]:
     ]
 
 
-def _check(planned: Sequence[PlannedRun], at_once: int, *, resume: bool, share_start: bool) -> None:
-    """Refuse what cannot be trained; say what there is to do."""
+def _check(planned: Sequence[PlannedRun], at_once: int, *, resume: bool) -> None:
+    """Refuse what cannot be trained."""
     from sparsam.runs.directory import RunDirectory
     from sparsam.training.planned import check_planned
-    from sparsam.training.shared_start import SharedStart
 
     check_planned(planned, at_once)
     existing = [run.path for run in planned if RunDirectory(run.path).exists]
-    finished = sum(RunDirectory(path).finished for path in existing)
     if existing and not resume:
         raise UserValueError(
             f"--no-resume starts anew, but there are runs already, such as {existing[0]}; choose another --output"
         )
+
+
+def _announce(planned: Sequence[PlannedRun], *, share_start: bool) -> None:
+    """Say what there is to do."""
+    from sparsam.runs.directory import RunDirectory
+
+    existing = [run.path for run in planned if RunDirectory(run.path).exists]
+    finished = sum(RunDirectory(path).finished for path in existing)
     unfinished = [RunDirectory(path) for path in existing if not RunDirectory(path).finished]
     started = sum(run.only_started for run in unfinished)
     shared = f", {started} whose first steps another run has taken" if started else ""
@@ -220,9 +227,16 @@ def _check(planned: Sequence[PlannedRun], at_once: int, *, resume: bool, share_s
         f"{len(planned)} runs: {finished} finished, {len(unfinished) - started} to go on with{shared}, "
         f"{len(planned) - len(existing)} new"
     )
-    waiting = [run for run in planned if not RunDirectory(run.path).finished] if share_start else []
-    if count := SharedStart(waiting).count:
+    if share_start and (count := _sharing(planned)):
         rich.print(f"{count} of them wait for another to take their first steps (--share-start)")
+
+
+def _sharing(planned: Sequence[PlannedRun]) -> int:
+    """Return how many runs begin with steps that another one takes."""
+    from sparsam.runs.directory import RunDirectory
+    from sparsam.training.shared_start import SharedStart
+
+    return SharedStart([run for run in planned if not RunDirectory(run.path).finished]).count
 
 
 def _train(
@@ -313,14 +327,14 @@ def _list(experiments: Sequence[Experiment]) -> None:
         print_table(experiment.heading(), Table(columns, rows))
 
 
-def _estimate(planned: Sequence[PlannedRun], device: str | None) -> None:
+def _estimate(planned: Sequence[PlannedRun], device: str | None, *, share_start: bool) -> None:
     from sparsam.report.table import Cell, Table
     from sparsam.reproduce.cost import estimate, roughly
     from sparsam.runs.directory import RunDirectory
 
     place = find_device(device)
     waiting = [run for run in planned if not RunDirectory(run.path).finished]
-    with rich.get_console().status("measuring a step of each network"):
+    with rich.get_console().status("measuring steps of each network"):
         found = estimate(waiting, place)
     rows = tuple(
         (Cell(e.run.path.name), Cell(f"{e.steps:,}"), Cell(f"{1000 * e.seconds:,.2f}"), Cell(roughly(e.total)))
@@ -332,8 +346,6 @@ def _estimate(planned: Sequence[PlannedRun], device: str | None) -> None:
     done = f"; {finished} more are finished" if finished else ""
     total = roughly(sum(e.total for e in found))
     where = "one GPU" if place.type == "cuda" else place
-    rich.print(f"{len(found)} runs, {total} on {where}, roughly: by a step measured on random images{done}")
-    if any(run.recipe.schedule.fraction or run.recipe.mask.cut for run in waiting):
-        rich.print(
-            "SSAM-C and thrifty SAM take less, and so do runs that share their start: all count as SAM in every step."
-        )
+    rich.print(f"{len(found)} runs, {total} on {where}, roughly: by steps measured on random images{done}")
+    if share_start and (count := _sharing(waiting)):
+        rich.print(f"{count} of them take less, since another takes their first steps (--share-start)")

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
+from sparsam.ascents import Ascent
 from sparsam.data.shapes import SHAPES
+from sparsam.masks import SuffixMask
 from sparsam.replay.clock import Clock
 from sparsam.runs.build import build_network
-from sparsam.runs.config import MaskConfig
 from sparsam.runs.recipe import Recipe
 from sparsam.schedules import EveryStep
-from sparsam.training.build import build_ascent, build_base, build_sam
+from sparsam.training.build import build_base, build_sam, count_ascents
 from sparsam.training.planned import PlannedRun, usual_epoch_steps
 from sparsam.training.step import TrainingStep, is_captured
 from sparsam.training.trainer import prepare_torch, total_steps
@@ -26,7 +27,7 @@ CPU_IMAGES = 16  # a CPU measures small batches and counts them as often as one 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run takes: steps, and seconds of each."""
+    """What a run takes: steps, and seconds of each, in the mean."""
 
     run: PlannedRun
     steps: int
@@ -53,43 +54,56 @@ def roughly(seconds: float) -> str:
 
 
 def estimate(planned: Sequence[PlannedRun], device: torch.device) -> list[Estimate]:
-    """Measure a step of each network on random images, and count the steps of each run.
+    """Measure each sort of step of each network on random images, and count how often it comes in each run.
 
-    A mask that is no suffix counts as none: it saves nothing, and making it takes little. A schedule counts as every
-    step, so that a run that perturbs in its last steps only takes less.
+    The schedule says how many steps are base steps, have one pass or have two. A mask that is no suffix counts as none:
+    it saves nothing, and making it takes little.
     """
     seconds: dict[object, float] = {}
     found = []
     for run in planned:
-        recipe = run.recipe
-        key = (recipe.model, recipe.data.name, recipe.data.batch_size, recipe.train.precision, recipe.sam.enabled)
-        if key not in seconds:
-            seconds[key] = step_seconds(recipe, device)
-        found.append(Estimate(run, total_steps(recipe, usual_epoch_steps(recipe)), seconds[key]))
+        recipe, total = run.recipe, 0.0
+        steps = total_steps(recipe, usual_epoch_steps(recipe))
+        network = recipe.model, recipe.data.name, recipe.data.batch_size, recipe.train.precision
+        for ascent, count in count_ascents(recipe, steps).items():
+            sort = *network, type(ascent), _cut(recipe, ascent)
+            if sort not in seconds:
+                seconds[sort] = step_seconds(recipe, ascent, device)
+            total += count * seconds[sort]
+        found.append(Estimate(run, steps, total / steps))
     return found
 
 
-def step_seconds(recipe: Recipe, device: torch.device) -> float:
-    """Return the seconds of a step on random images: of SAM if the recipe has it, else of the base optimizer.
+def _cut(recipe: Recipe, ascent: Ascent | None) -> str | None:
+    """Return where steps with an ascent are cut: those with one pass are not."""
+    return recipe.mask.cut if ascent is not None and ascent.passes == 2 else None
+
+
+def step_seconds(recipe: Recipe, ascent: Ascent | None, device: torch.device) -> float:
+    """Return the seconds of a step on random images.
 
     Of several steps the shortest counts, since what else a machine does only adds to them.
+
+    Args:
+        recipe: What is trained.
+        ascent: Of the steps; None: they are the base optimizer's.
+        device: Where.
     """
     images, batch = SHAPES[recipe.data.name], recipe.data.batch_size
     used = min(batch, CPU_IMAGES) if device.type == "cpu" else batch
     prepare_torch(recipe, device)
-    plain = replace(recipe, mask=MaskConfig())  # so that nothing asks for data
-    model = build_network(plain, images.classes, images.channels, device).train()
-    captured = is_captured(plain, device)
-    if plain.sam.enabled:
-        opt: torch.optim.Optimizer = build_sam(
-            plain, model, mask=None, ascent=build_ascent(plain.ascent), schedule=EveryStep(), captured=captured
-        )
+    model = build_network(recipe, images.classes, images.channels, device).train()
+    captured = is_captured(recipe, device)
+    if ascent is None:
+        opt = build_base(recipe, model, captured=captured)
     else:
-        opt = build_base(plain, model, captured=captured)
-    step, clock = TrainingStep(plain, model, opt, device), Clock(device)
+        cut = _cut(recipe, ascent)
+        mask = SuffixMask(model, cut) if cut is not None else None
+        opt = build_sam(recipe, model, mask=mask, ascent=ascent, schedule=EveryStep(), captured=captured)
+    step, clock = TrainingStep(recipe, model, opt, device), Clock(device)
     x = torch.randn(used, images.channels, images.size, images.size, device=device)
     y = torch.randint(images.classes, (used,), device=device)
-    if plain.train.channels_last:
+    if recipe.train.channels_last:
         x = x.to(memory_format=torch.channels_last)
     warm_up, steps = (CPU_WARM_UP, CPU_STEPS) if device.type == "cpu" else (WARM_UP, STEPS)
     for _ in range(warm_up):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -93,6 +94,19 @@ def build_schedule(config: Any, total_steps: int) -> Schedule:
     """Build a schedule from its table."""
     with _naming("schedule", config):
         return SCHEDULES[config.name](config, total_steps)
+
+
+def count_ascents(recipe: Recipe, total_steps: int) -> Counter[Ascent | None]:
+    """Return how many of a run's steps each ascent takes; None: steps of the base optimizer.
+
+    Args:
+        recipe: What is trained.
+        total_steps: The steps of the run.
+    """
+    if not recipe.sam.enabled:
+        return Counter({None: total_steps})
+    main, schedule = build_ascent(recipe.ascent), build_schedule(recipe.schedule, total_steps)
+    return Counter(schedule.ascent(step, main) for step in range(total_steps))
 
 
 def base_steps(schedule: Schedule, ascent: Ascent, total_steps: int) -> int:

@@ -81,16 +81,25 @@ def _check_ramp(recipe: Recipe) -> None:
     if recipe.data.name == "imagefolder" and recipe.train.max_steps is not None:
         return  # only the folder tells how many epochs these steps are
     epoch_steps = usual_epoch_steps(recipe)
-    if epoch_steps > 0:
-        steps = total_steps(recipe, epoch_steps)
-        try:
-            schedule, ascent = build_schedule(recipe.schedule, steps), build_ascent(recipe.ascent)
-            ramp_of(recipe, schedule, ascent, epoch_steps=epoch_steps, total_steps=steps)
-        except UserError as error:
-            raise RecipeError(f"{recipe.name}: {error}") from error
+    steps = total_steps(recipe, epoch_steps)
+    try:
+        schedule, ascent = build_schedule(recipe.schedule, steps), build_ascent(recipe.ascent)
+        ramp_of(recipe, schedule, ascent, epoch_steps=epoch_steps, total_steps=steps)
+    except UserError as error:
+        raise RecipeError(f"{recipe.name}: {error}") from error
 
 
 def usual_epoch_steps(recipe: Recipe) -> int:
-    """Return the steps of an epoch without looking at the data. An image folder counts as ImageNet."""
-    count = TRAINING_IMAGES[recipe.data.name] - (recipe.data.validation or 0)
-    return min(count, recipe.data.limit or count) // recipe.data.batch_size
+    """Return the steps of an epoch without looking at the data. An image folder counts as ImageNet.
+
+    Raises:
+        RecipeError: There are fewer images than a batch has.
+    """
+    count, batch_size = TRAINING_IMAGES[recipe.data.name] - (recipe.data.validation or 0), recipe.data.batch_size
+    images = max(0, min(count, recipe.data.limit or count))
+    if batch_size > images:
+        raise RecipeError(
+            f"{recipe.name}: data.batch_size must be at most the number of training images, {images}, but is "
+            f"{batch_size}"
+        )
+    return images // batch_size

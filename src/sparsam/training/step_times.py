@@ -11,7 +11,6 @@ counts as often as it comes in a run.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -26,7 +25,7 @@ from sparsam.runs.config import MaskConfig
 from sparsam.runs.recipe import Recipe
 from sparsam.schedules import EveryNth, EveryStep
 from sparsam.step_cost import StepRatio
-from sparsam.training.build import Context, build_ascent, build_base, build_mask, build_sam, build_schedule
+from sparsam.training.build import Context, build_base, build_mask, build_sam, count_ascents
 from sparsam.training.step import TrainingStep, is_captured
 from sparsam.training.trainer import prepare_torch, total_steps
 
@@ -99,12 +98,9 @@ def _time_group(
 def _parts(recipe: Recipe, loader: Loader, batch: Batch) -> list[Part]:
     """Return the sorts of steps that a run of a recipe takes."""
     steps = total_steps(recipe, loader.steps)
-    main = build_ascent(recipe.ascent)
-    schedule = build_schedule(recipe.schedule, steps)
-    ascents = Counter(schedule.ascent(step, main) for step in range(steps))
     return [
         _part(fraction * count / steps, recipe, loader, batch, ascent, mask)
-        for ascent, count in ascents.items()
+        for ascent, count in count_ascents(recipe, steps).items()
         for fraction, mask in _masks(recipe.mask, ascent, loader.steps)
     ]
 
