@@ -44,6 +44,11 @@ class StepRatio:
         low, middle, high = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else 3 * [*ratios]
         return cls(middle, low, high, len(ratios))
 
+    @property
+    def spread(self) -> float:
+        """Half of the range between the quartiles."""
+        return (self.high - self.low) / 2
+
     def __str__(self) -> str:
         return f"{self.median:.2f} base steps (quartiles {self.low:.2f} and {self.high:.2f} of {self.rounds} rounds)"
 

@@ -241,10 +241,10 @@ def check_budget(budget: object) -> None:
 def bought(budget: float, cost: float) -> float:
     """Return the fraction of the steps that a budget buys, if each costs so many base steps.
 
-    >>> bought(1.15, cost=1.6)
-    0.25
+    >>> bought(1.15, cost=1.6), bought(1.15, cost=1.0)
+    (0.25, 1.0)
     """
-    return min(1.0, round((budget - 1) / (cost - 1), 12))
+    return 1.0 if cost <= budget else round((budget - 1) / (cost - 1), 12)
 
 
 def _without_cut(counts: Counts, budget: float) -> str:

@@ -17,10 +17,14 @@ from sparsam.models import build_model
 from sparsam.replay.costs import cut_costs
 from sparsam.replay.counting import count_costs
 from sparsam.replay.cuts import Cut
+from sparsam.step_cost import StepRatio
 from sparsam.thrifty import FRIENDLY, bought, choose
 
-SMALL = ["--batch-size", 2, "--image-size", 16, "--device", "cpu"]
-ROW = re.compile(r"^ (\S+) +(\d+\.\d\d) +(\d\.\d\d) +(\d\.\d\d) +(\d\.\d\d) +(\d+\.\d)(?: +(← thrifty))? *$", re.M)
+SMALL = ["--batch-size", 2, "--image-size", 16, "--rounds", 1, "--device", "cpu"]
+SPREAD = r"(?: ± \d\.\d\d)?"
+ROW = re.compile(
+    rf"^ (\S+) +(\d+\.\d\d) +(\d\.\d\d) +(\d\.\d\d) +(\d\.\d\d{SPREAD}) +(\d+\.\d)(?: +(← thrifty))? *$", re.M
+)
 
 
 def rows(text):
@@ -28,17 +32,18 @@ def rows(text):
     return [row.groups() for row in ROW.finditer(text)]
 
 
-def made_up(measured):
-    """Costs of resnet-small as they are counted, and as they might have been measured."""
+def made_up(*measured):
+    """Costs of resnet-small as they are counted, and as they might have been measured: so much more in each round."""
     counts = count_costs(build_model("resnet-small", 10), torch.ones(64, 3, 16, 16))
     counted = {cut.name: cost for cut, cost in counts.costs(FRIENDLY).items()}
-    return cuts.Costs({Cut(c.name, c.weights, 0.5): counted[c.name] + measured for c in counts.cuts}, counts), counted
+    ratios = {name: StepRatio.of([cost + more for more in measured]) for name, cost in counted.items()}
+    return cuts.Costs({Cut(c.name, c.weights, 0.5): ratios[c.name] for c in counts.cuts}, counts), counted
 
 
-def shown(capsys, measured=0.0, budget=1.15, recipe="resnet-small"):
+def shown(capsys, *measured, budget=1.15, recipe="resnet-small"):
     """Show made-up costs; return the text, and what is counted."""
     settings, images = cuts.load(str(recipe), batch_size=None, precision=None)
-    costs, counted = made_up(measured)
+    costs, counted = made_up(*(measured or (0.0,)))
     cuts.show(settings, images, costs, torch.device("cpu"), budget)
     return capsys.readouterr().out, counted
 
@@ -67,7 +72,7 @@ def test_lists_the_cuts_with_their_weights():
         assert buys == f"{100 * min(1, 0.15 / (costs[name] - 1)):.1f}"
     assert [row[0] for row in table if row[6]] == [choose(counts, total_steps=10**6).cut]
     words = " ".join(text.split())
-    assert "median of 3 timed passes" in words
+    assert "Measured on resnet18: median of 3 timed passes" in words
     assert "2 random images of 3×16×16, 10 classes, fp32" in words
     assert f"torch {torch.__version__}" in words
     assert "×: cost of a step relative to one SGD step" in words
@@ -77,7 +82,7 @@ def test_lists_the_cuts_with_their_weights():
 
 def test_the_options_and_a_recipe_say_what_is_measured():
     recipe = "digits-sam"
-    arguments = ["--batch-size", 4, "--classes", 7, "--precision", "bf16", "--device", "cpu"]
+    arguments = ["--batch-size", 4, "--classes", 7, "--precision", "bf16", "--rounds", 1, "--device", "cpu"]
     text = invoke("cuts", recipe, *arguments).stdout
     assert "4 random images of 1×8×8, 7 classes, bf16" in " ".join(text.split())
     model = build_model("resnet-small", 7, channels=1)
@@ -114,12 +119,15 @@ def test_a_budget_in_percent_gives_a_warning(capsys):
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_lines_fit_and_columns_say_whose_costs_they_have(width):
-    text = invoke("cuts", "resnet18", *SMALL, width=width).stdout
+    text = invoke("cuts", "resnet-small", *SMALL, "--rounds", 2, width=width).stdout
+    words = " ".join(text.split())
+    assert "median of 2 rounds ± half of the range between the quartiles; in a round the median of 3 timed" in words
+    assert all(re.fullmatch(r"\d\.\d\d ± \d\.\d\d", row[4]) for row in rows(text))
     assert max(map(len, text.splitlines())) <= width
-    assert re.search(r"^ +Weights +SAM, × +F-SAM, × +F-SAM, × +1\.15 buys,", text, re.M)
-    assert re.search(r"^ Cut before +after, % +counted +counted +measured +% of steps", text, re.M)
+    assert re.search(r"^ +Weights +SAM, × +F-SAM, × +F-SAM, × +1\.15 buys, *$", text, re.M)
+    assert re.search(r"^ Cut before +after, % +counted +counted +measured +% of steps *$", text, re.M)
     (chosen,) = (row for row in rows(text) if row[6])
-    assert f"SSAM-C perturbs it in every step, at {chosen[2]} base steps each" in " ".join(text.split())
+    assert f"SSAM-C perturbs it in every step, at {chosen[2]} base steps each" in words
 
 
 def test_the_budget_can_be_given():
@@ -131,8 +139,42 @@ def test_the_budget_can_be_given():
 def test_counted_and_measured_costs_that_differ_by_a_tenth_get_a_remark(capsys, measured, remark):
     text, counted = shown(capsys, measured)
     assert ("Counted and measured differ by more than a tenth" in text) == remark
-    assert (f"layer2 ({-measured:+.2f})" in text) == remark
+    assert ("another fraction meets the budget of 1.15:" in " ".join(text.split())) == remark
     assert [row[4] for row in rows(text)] == [f"{cost + measured:.2f}" for cost in counted.values()]
+    for name, cost in counted.items():
+        fraction = min(1.0, 0.15 / (cost + measured - 1)) if cost + measured > 1 else 1.0
+        steps = f"the last {100 * fraction:.1f} % of the steps"
+        line = f"  {name}: counted {cost:.2f}, measured {cost + measured:.2f}: {steps}\n"
+        assert (line in text) == remark
+
+
+def test_the_fraction_that_meets_the_budget_is_that_of_the_median_round(capsys):
+    text, counted = shown(capsys, 0.5, 0.2, 0.6, 9.0, 0.4)
+    fraction = 0.15 / (counted["layer2"] + 0.5 - 1)
+    assert f"  layer2: counted {counted['layer2']:.2f}, " in text
+    assert f"measured {counted['layer2'] + 0.5:.2f}: the last {100 * fraction:.1f} % of the steps\n" in text
+
+
+def test_the_spread_is_half_of_the_range_between_the_quartiles(capsys):
+    text, counted = shown(capsys, 0.0, 0.02, 0.01, 0.09, 0.05)  # quartiles: 0.01 and 0.05 more than counted
+    assert [row[4] for row in rows(text)] == [f"{cost + 0.02:.2f} ± 0.02" for cost in counted.values()]
+    assert "median of 5 rounds ± half of the range" in " ".join(text.split())
+
+
+def test_every_round_is_measured_anew(monkeypatch):
+    """Three rounds, in which a step costs 1.3, 1.5 and 1.4, whatever share of a pass was found to follow the cut."""
+    found = iter([1.3, 1.5, 1.4])
+
+    def costs(*arguments, **options):
+        cost = next(found)
+        return {Cut("layer2", 0.9, cost / 2): cost, Cut("head", 0.1, cost / 9): cost / 1.3}
+
+    monkeypatch.setattr("sparsam.replay.costs.cut_costs", costs)
+    recipe, images = cuts.load("resnet-small", batch_size=2, precision=None)
+    first, second = cuts.measure(recipe, images, torch.device("cpu"), rounds=3).measured.items()
+    assert (first[0].name, first[1].rounds, first[1].spread) == ("layer2", 3, pytest.approx(0.05))
+    assert (first[1].low, first[1].median, first[1].high) == pytest.approx((1.35, 1.4, 1.45))
+    assert (second[0].name, second[1].median) == ("head", pytest.approx(1.4 / 1.3))
 
 
 def test_the_example_has_the_recipes_optimizer_and_the_marked_cut(capsys, tmp_path):
@@ -147,7 +189,8 @@ def test_a_network_without_a_cut():
     model = nn.Linear(4, 2)
     base = torch.optim.SGD(model.parameters())
     x = torch.ones(3, 4)
-    costs = cuts.Costs(cut_costs(model, lambda: model(x).sum().backward(), base), count_costs(model, x))
+    measured = {cut: StepRatio.of([c]) for cut, c in cut_costs(model, lambda: model(x).sum().backward(), base).items()}
+    costs = cuts.Costs(measured, count_costs(model, x))
     recipe, images = cuts.load("plain", batch_size=None, precision=None)
     with pytest.raises(ValueError, match="plain has no cut: nothing of a step could be left out"):
         cuts.show(recipe, images, costs, torch.device("cpu"), 1.15)
@@ -194,7 +237,7 @@ def test_only_a_pass_and_too_little_memory_are_the_users(monkeypatch, raised, ex
     monkeypatch.setattr("sparsam.replay.costs.cut_costs", costs)
     recipe, images = cuts.load("resnet-small", batch_size=2, precision=None)
     with pytest.raises(expected, match=message):
-        cuts.measure(recipe, images, torch.device("cpu"))
+        cuts.measure(recipe, images, torch.device("cpu"), rounds=1)
 
 
 def test_help_has_examples():

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sparsam.replay import Counts, Cut
     from sparsam.replay.costs import Direction
     from sparsam.runs.recipe import Recipe
+    from sparsam.step_cost import StepRatio
 
 BUDGET = 1.15  # thrifty's default
 DIFFERENT = 0.1  # base steps between what is counted and what is measured: so much is worth a remark
@@ -32,7 +33,7 @@ MANY_STEPS = 1_000_000  # how long a training is does not matter here
 class Costs(NamedTuple):
     """What a sharpness-aware step costs from each cut, in base steps."""
 
-    measured: dict[Cut, float]
+    measured: dict[Cut, StepRatio]
     counts: Counts
 
 
@@ -49,6 +50,7 @@ def cuts(
     budget: Annotated[
         float, typer.Option(help="What a training may cost, relative to that of the base optimizer alone.")
     ] = BUDGET,
+    rounds: Annotated[int, typer.Option(min=1, help="How often to measure; the median counts.")] = 5,
     precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; default: fp32, or the recipe's.")] = None,
     device: Device = None,
 ) -> None:
@@ -70,7 +72,7 @@ def cuts(
     )
     place = find_device(device)
     with Console(stderr=True).status("Measuring ...", refresh_per_second=2):  # drawing delays what is measured
-        costs = measure(recipe, images, place)
+        costs = measure(recipe, images, place, rounds)
     show(recipe, images, costs, place, budget)
 
 
@@ -99,8 +101,8 @@ def load(model: str, *, batch_size: int | None, precision: str | None, **shape: 
     return recipe, images._replace(**{key: value for key, value in shape.items() if value is not None})
 
 
-def measure(recipe: Recipe, images: Images, device: torch.device) -> Costs:
-    """Measure and count what a step of F-SAM with a recipe's network would cost from each cut, on random images."""
+def measure(recipe: Recipe, images: Images, device: torch.device, rounds: int) -> Costs:
+    """Measure, in some rounds, and count what a step of F-SAM costs from each cut of a recipe's network."""
     import torch
 
     from sparsam.replay.costs import cut_costs
@@ -134,14 +136,25 @@ def measure(recipe: Recipe, images: Images, device: torch.device) -> Costs:
     base = build_base(recipe, network, captured=False)
     captured, adaptive = is_captured(recipe, device), recipe.sam.adaptive
     try:
-        counts = count_costs(network, x)
-        measured = cut_costs(network, closure, base, device_time=captured, adaptive=adaptive, direction=_friendly(base))
-        return Costs(measured, counts)
+        counts, direction = count_costs(network, x), _friendly(base)
+        found = [
+            cut_costs(network, closure, base, device_time=captured, adaptive=adaptive, direction=direction)
+            for _ in range(rounds)
+        ]
+        return Costs(_ratios(found), counts)
     except torch.OutOfMemoryError as error:
         raise UserValueError(
             f"there is too little memory to measure {recipe.model.name} on {_batch(recipe, images)}; a smaller "
             f"--batch-size needs less"
         ) from error
+
+
+def _ratios(rounds: Sequence[dict[Cut, float]]) -> dict[Cut, StepRatio]:
+    """Return the costs of several rounds. Their cuts have the same names, but other times."""
+    from sparsam.step_cost import StepRatio
+
+    named = [{cut.name: cost for cut, cost in costs.items()} for costs in rounds]
+    return {cut: StepRatio.of([costs[cut.name] for costs in named]) for cut in rounds[0]}
 
 
 def _friendly(base: Optimizer) -> Direction:
@@ -170,7 +183,7 @@ def show(recipe: Recipe, images: Images, costs: Costs, device: torch.device, bud
     choice = choose(costs.counts, total_steps=MANY_STEPS, budget=budget)
     counted = {cut.name: cost for cut, cost in costs.counts.costs(FRIENDLY).items()}
     of_sam = {cut.name: cost for cut, cost in costs.counts.costs().items()}
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("Cut before", no_wrap=True)
     costly = "SAM, ×\ncounted", "F-SAM, ×\ncounted", "F-SAM, ×\nmeasured"
     for heading in ("Weights\nafter, %", *costly, f"{budget:g} buys,\n% of steps"):
@@ -178,21 +191,24 @@ def show(recipe: Recipe, images: Images, costs: Costs, device: torch.device, bud
     different = []
     for cut, cost in costs.measured.items():
         own = counted[cut.name]
-        steps = f"{of_sam[cut.name]:.2f}", f"{own:.2f}", f"{cost:.2f}"
+        spread = f" ± {cost.spread:.2f}" if cost.rounds > 1 else ""
+        steps = f"{of_sam[cut.name]:.2f}", f"{own:.2f}", f"{cost.median:.2f}{spread}"
         numbers = (f"{100 * cut.weights:.2f}", *steps, f"{100 * bought(budget, own):.1f}")
         chosen = cut.name == choice.cut
         table.add_row(cut.name, *numbers, *(["← thrifty"] if chosen else []), style="bold" if chosen else "")
-        if abs(own - cost) > DIFFERENT:
-            different.append(f"{cut.name} ({own - cost:+.2f})")
+        if abs(own - cost.median) > DIFFERENT:
+            enough = f"the last {100 * bought(budget, cost.median):.1f} % of the steps"
+            different.append(f"  {cut.name}: counted {own:.2f}, measured {cost.median:.2f}: {enough}")
     console = Console(highlight=False)
     console.print(table)
-    console.print(_caption(recipe, images, device), style="dim")
+    console.print(_caption(recipe, images, device, next(iter(costs.measured.values())).rounds), style="dim")
     if different:
         console.print(
-            f"Counted and measured differ by more than a tenth of a step for the cut before {', '.join(different)}, in "
-            f"brackets counted minus measured. On this machine the budget would buy another part of the steps. Thrifty "
-            f"keeps to what is counted."
+            f"Counted and measured differ by more than a tenth of a step from these cuts. On this machine another "
+            f"fraction meets the budget of {budget:g}:"
         )
+        console.print(*different, sep="\n")
+        console.print("Thrifty keeps to what is counted, unless cut and fraction are given.")
     console.print(
         f"With a budget of {budget:g} base steps thrifty SAM perturbs what follows {choice.cut}, "
         f"{100 * choice.weights:.3g} % of the weights, in the last {100 * choice.fraction:.3g} % of the steps:"
@@ -206,7 +222,7 @@ def show(recipe: Recipe, images: Images, costs: Costs, device: torch.device, bud
     console.print(f'  SuffixMask(model, cut="{choice.cut}")', soft_wrap=True)
 
 
-def _caption(recipe: Recipe, images: Images, device: torch.device) -> str:
+def _caption(recipe: Recipe, images: Images, device: torch.device, rounds: int) -> str:
     import torch
 
     from sparsam.replay.cuts import PASSES, WARM_UP
@@ -219,10 +235,11 @@ def _caption(recipe: Recipe, images: Images, device: torch.device) -> str:
     if device.type == "cuda":
         how = "the GPU's own time, as in a CUDA graph" if is_captured(recipe, device) else "launched from Python"
         where = f"{torch.cuda.get_device_name(device)} ({how})"
+    median = f"median of {rounds} rounds ± half of the range between the quartiles; in a round the " * (rounds > 1)
     return (
-        f"Measured on {recipe.model.name}: median of {PASSES} timed passes, forward and backward, after {WARM_UP} to "
-        f"warm up; {_batch(recipe, images)}, {images.classes} classes, {recipe.train.precision}; {where}; torch "
-        f"{torch.__version__}.\n"
+        f"Measured on {recipe.model.name}: {median}median of {PASSES} timed passes, forward and backward, after "
+        f"{WARM_UP} to warm up; {_batch(recipe, images)}, {images.classes} classes, {recipe.train.precision}; {where}; "
+        f"torch {torch.__version__}.\n"
         f"×: cost of a step relative to one {BASE_METHODS[recipe.optimizer.name]} step: 1 + what follows the cut + the "
         f"perturbation. F-SAM (Friendly SAM) is how thrifty SAM perturbs; it keeps a mean of gradients."
     )

@@ -151,7 +151,7 @@ def step_ratio(ratio: StepRatio | None) -> str:
     >>> step_ratio(StepRatio(1.83, 1.79, 1.85, 30))
     '1.83× ± 0.03'
     """
-    return NONE if ratio is None else f"{times(ratio.median)} ± {(ratio.high - ratio.low) / 2:.2f}"
+    return NONE if ratio is None else f"{times(ratio.median)} ± {ratio.spread:.2f}"
 
 
 def _values(values: Sequence[float]) -> str:
