@@ -9,7 +9,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from commands import ROOT
 
 from sparsam.training.environment import git_commit
@@ -69,26 +68,3 @@ def test_a_result_names_its_commit(script, tmp_path):
     options = (*OTHERS[script], "--rounds", 2, "--device", "cpu", "--output")
     result, _ = measured(script, *options, output=tmp_path / "result.json")
     assert result["git"] == git_commit()
-
-
-def test_the_commit_of_a_result(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from in_turn import machine
-
-    def git(*arguments):
-        who = ("-c", "user.name=me", "-c", "user.email=me@example.com")
-        return subprocess.run(["git", *who, *arguments], check=True, capture_output=True, text=True).stdout.strip()
-
-    def commit():
-        return machine(torch.device("cpu"))["git"]
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert commit() is None
-    git("init")
-    (tmp_path / "code.py").write_text("x = 1")
-    git("add", "code.py")
-    git("commit", "-m", "one")
-    assert commit() == git("rev-parse", "--short=12", "HEAD")
-    (tmp_path / "code.py").write_text("x = 2")
-    assert commit() == git("rev-parse", "--short=12", "HEAD") + "+"

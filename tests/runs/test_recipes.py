@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from sparsam.models import build_model
 from sparsam.replay import count_costs
-from sparsam.runs.config import SamConfig
+from sparsam.runs.config import MASKS, SamConfig
 from sparsam.runs.library import PACKAGED, packaged_recipes
 from sparsam.runs.recipe import Recipe, load_recipe, recipe_from, relevant_overrides
 from sparsam.runs.schema import RecipeError
@@ -84,6 +85,12 @@ def test_methods_are_called_what_people_call_them(method):
     assert load_recipe("digits-sam", METHODS[method]).method == method
 
 
+def test_a_policy_of_one_s_own_is_not_called_sam():
+    recipe = load_recipe("digits-sam")
+    assert replace(recipe, mask=replace(recipe.mask, name="salient")).method == "SSAM, salient"
+    assert replace(recipe, ascent=replace(recipe.ascent, name="half")).method == "SAM, half"
+
+
 REFUSED = [
     ("train.epoch=3", "unknown key train.epoch; did you mean train.epochs?"),
     ("epochs=3", "unknown key epochs; did you mean train.epochs?"),
@@ -104,7 +111,7 @@ REFUSED = [
     ("sparcity=0.5", "unknown key sparcity; did you mean mask.sparsity?"),
     ("colour=3", "unknown key colour; known keys: name, model, data,"),
     ("mask.kind=fisher", "unknown key mask.kind; known keys: mask.name, mask.sparsity,"),
-    ("mask.name=fishr", "mask.name must be one of dense, random, fisher, dynamic, norm, suffix, but is 'fishr'"),
+    ("mask.name=fishr", f"mask.name must be one of {', '.join(MASKS)}, but is 'fishr'"),
     ("train.epochs=1.5", "train.epochs must be a whole number >= 1, but is 1.5"),
     ("train.epochs=0", "train.epochs must be a whole number >= 1, but is 0"),
     ("train.epochs=none", "train.epochs must be a whole number >= 1, but is 'none'"),

@@ -54,7 +54,10 @@ class Recipe:
         """What people call it: SGD, SAM, SSAM-F, ..."""
         if not self.sam.enabled:
             return BASE_METHODS[self.optimizer.name]
-        name = SPARSE_METHODS.get(self.mask.name) or DENSE_METHODS[self.ascent.name]
+        if self.mask.name == "dense":
+            name = DENSE_METHODS.get(self.ascent.name, f"SAM, {self.ascent.name}")
+        else:
+            name = SPARSE_METHODS.get(self.mask.name, f"SSAM, {self.mask.name}")
         policies = self.mask.name, self.ascent.name, self.schedule.name
         if policies == THRIFTY and not self.mask.inner and not self.schedule.before:
             name = "Thrifty SAM"

@@ -15,9 +15,11 @@ from sparsam.distributed.groups import group_size
 from sparsam.errors import warn
 from sparsam.runs.directory import RunDirectory
 
+PACKAGE = Path(__file__).parents[1]
+
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """Return versions, hardware and the git commit of the working directory."""
+    """Return versions, hardware and the git commit of sparsam."""
     return {
         "sparsam": __version__,
         "torch": torch.__version__,
@@ -72,13 +74,18 @@ def processor() -> str:
 
 
 def git_commit() -> str | None:
-    """Return the commit of the working directory, with a + if there are changes; None outside a checkout."""
+    """Return the commit of the checkout that sparsam runs from, with a + if there are changes; None if it is installed.
+
+    Files that git does not know count as changes if they are part of the package.
+    """
     try:
+        _git("ls-files", "--error-unmatch", "__init__.py")  # else it is installed, inside some checkout
         commit = _git("rev-parse", "--short=12", "HEAD")
-        return commit + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+        changes = _git("status", "--porcelain", "--untracked-files=no") or _git("status", "--porcelain", ".")
+        return commit + ("+" if changes else "")
     except (OSError, subprocess.CalledProcessError):
         return None
 
 
 def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(["git", *arguments], cwd=PACKAGE, check=True, capture_output=True, text=True).stdout.strip()
