@@ -118,30 +118,61 @@ def test_statistics_of_a_wide_batch_norm_move_once(kind):
 
 
 def test_constant_buffers_are_not_copied():
-    """A causal mask of many megabytes, say: only buffers that have moved are kept."""
+    """A causal mask of many megabytes, say: after the first step only buffers that have moved are kept."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    model.register_buffer("constant", torch.ones(2**17))
+    model.register_buffer("constant", torch.ones(SMALL + 1))
     opt = SAM(model.parameters(), torch.optim.SGD, rho=0.5, lr=0.1, model=model)
-    model(torch.ones(2, 4)).sum().backward()
-    with opt.perturbed():
-        assert not any(saved.places for saved in opt._passes._buffers)
+    kept = []
+    for _ in range(3):
+        opt.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        with opt.perturbed():
+            kept.append([place.name for saved in opt._passes._buffers for place in saved.places])
+        opt.step()
+    assert kept == [["constant"], [], []]
 
 
 class ThroughData(nn.Module):
     """Counts without leaving a version."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("count", torch.zeros(size))
 
     def forward(self, x):
         self.count.data.add_(1)
         return x
 
 
-def test_a_buffer_that_moves_through_data_moves_once():
-    model = nn.Sequential(nn.Linear(4, 4), ThroughData(), nn.Linear(4, 2))
-    opt = SAM(model.parameters(), torch.optim.SGD, rho=0.5, lr=0.1, model=model)
+class Late(nn.Module):
+    """Has no buffer before it is called."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self.register_buffer("count", None)
+
+    def forward(self, x):
+        if self.count is None:
+            self.count = torch.zeros(self.size)
+        self.count.add_(1)
+        return x
+
+
+class SecondPassOnly(ThroughData):
+    """Moves in every second call, as a codebook that is updated now and then: never in a first pass."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x if self.calls % 2 else super().forward(x)
+
+
+def step_of(model, cut=None):
+    """Return what takes a step of SAM, or of SSAM-C."""
+    policy = {"mask": SuffixMask(model, cut)} if cut else {"model": model}
+    opt = SAM(model.parameters(), torch.optim.SGD, rho=0.5, lr=0.1, **policy)
 
     def closure():
         opt.zero_grad()
@@ -149,6 +180,63 @@ def test_a_buffer_that_moves_through_data_moves_once():
         loss.backward()
         return loss
 
+    return lambda: opt.step(closure)
+
+
+@pytest.mark.parametrize(("kind", "moves"), [(ThroughData, 5), (Late, 5), (SecondPassOnly, 0)])
+@pytest.mark.parametrize("size", [1, SMALL + 1])
+def test_a_buffer_whose_moves_leave_no_version_moves_once(kind, moves, size):
+    model = nn.Sequential(nn.Linear(4, 4), kind(size), nn.Linear(4, 2))
+    step = step_of(model)
     for _ in range(5):
-        opt.step(closure)
-    assert model[1].count == 5
+        step()
+    assert (model[1].count == moves).all()
+
+
+def test_a_large_buffer_of_a_module_that_comes_later_moves_once():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 2))
+    step = step_of(model)
+    step()
+    model[1] = ThroughData(SMALL + 1)
+    for _ in range(3):
+        step()
+    assert (model[1].count == 3).all()
+
+
+def expanded():
+    return torch.full((1,), 2.0).expand(4)
+
+
+def of_inference_mode():
+    with torch.inference_mode():
+        return torch.full((4,), 2.0)
+
+
+@pytest.mark.parametrize("make", [expanded, of_inference_mode])
+@pytest.mark.parametrize("cut", [None, "2"])
+def test_a_buffer_that_torch_cannot_write_into_stays(make, cut):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    model.register_buffer("fixed", make())
+    fixed = model.fixed
+    step = step_of(model, cut)
+    for _ in range(4):
+        step()
+    assert model.fixed is fixed
+    assert fixed.tolist() == [2.0] * 4
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("cut", [None, "2"])
+def test_statistics_of_a_scripted_norm_move_once(cut):
+    torch.manual_seed(0)
+    norms = [nn.BatchNorm1d(4), nn.BatchNorm1d(4)]
+    model = nn.Sequential(nn.Linear(4, 4), norms[0], nn.Linear(4, 4), norms[1], nn.Linear(4, 2))
+    scripted = copy.deepcopy(model)
+    scripted[1], scripted[3] = torch.jit.script(scripted[1]), torch.jit.script(scripted[3])
+    for network in (model, scripted):
+        step = step_of(network, cut)
+        for _ in range(4):
+            step()
+    expected = model.state_dict()
+    for name, value in scripted.state_dict().items():
+        torch.testing.assert_close(value, expected[name])

@@ -46,7 +46,8 @@ class Passes:
         self._after_first: RngState = {}
         self._warned = False
         self._moved: set[tuple[nn.Module, str]] = set()  # buffers that the latest first pass has moved
-        self._moving: set[tuple[nn.Module, str]] = set()  # buffers that any first pass has moved
+        self._moving: set[tuple[nn.Module, str]] = set()  # buffers that any pass was seen to move
+        self._watched: set[tuple[nn.Module, str]] = set()  # large buffers that a second pass was seen to leave, or move
         self._look()
         self.start()
 
@@ -126,6 +127,7 @@ class Passes:
                     place.buffer.numel() <= SMALL
                     or place.name in STATISTICS
                     or (place.module, place.name) in self._moving
+                    or (place.module, place.name) not in self._watched
                 )
             )
         )
@@ -140,6 +142,8 @@ class Passes:
         A complete pass that drew another amount of random numbers than the first gives a warning, once.
         """
         now, before, after = self._rng_state(), self._before_first, self._after_first
+        if complete:
+            self._watch()
         for buffers in self._buffers:
             buffers.restore()
         for module in self._stopped:
@@ -161,6 +165,16 @@ class Passes:
                 "closure's start on, but not those of NumPy or Python: draw such numbers before the step. In two-step "
                 "use, call zero_grad() right before the first forward pass",
             )
+
+    def _watch(self) -> None:
+        """Find out, in the first step with a large buffer, whether passes move it: `.data` leaves no version."""
+        if is_capturing():  # which must not wait for values
+            return
+        for buffers in self._buffers:
+            large = [place for place in buffers.places if place.buffer.numel() > SMALL]
+            new = [place for place in large if (place.module, place.name) not in self._watched]
+            self._moving |= buffers.moved(new)
+            self._watched |= {(place.module, place.name) for place in new}
 
     def _rng_state(self) -> RngState:
         return {} if self.model is None else get_rng_state(self._devices)
@@ -194,7 +208,13 @@ class Place(NamedTuple):
 
     def moved(self, version: int) -> bool:
         """Tell whether the buffer was replaced, or changed in place since it had a version."""
-        return self.module._buffers.get(self.name) is not self.buffer or version_of(self.buffer) != version
+        return self.replaced or version_of(self.buffer) != version
+
+    @property
+    def replaced(self) -> bool:
+        """Whether the module has another buffer there by now, or none."""
+        buffers = self.module._buffers  # of a scripted module it is no dict, and has no get()
+        return self.name not in buffers or buffers[self.name] is not self.buffer
 
 
 class SavedBuffers:
@@ -203,7 +223,7 @@ class SavedBuffers:
     @torch.no_grad()  # a buffer may require a gradient
     def __init__(self, places: Iterable[Place]) -> None:
         self.places = list(places)
-        self._saved = save(place.buffer for place in self.places)
+        self._saved = save(place.buffer for place in self.places if _can_change(place.buffer))
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -211,6 +231,15 @@ class SavedBuffers:
         for module, name, buffer in self.places:
             module._buffers[name] = buffer
         restore(self._saved)
+
+    def moved(self, places: Iterable[Place]) -> set[tuple[nn.Module, str]]:
+        """Return which of these buffers were replaced, or hold other bits than they did. Waits for the device."""
+        copies = {t: copy for saved in self._saved for t, copy in zip(saved.tensors, saved.copies, strict=True)}
+        return {
+            (place.module, place.name)
+            for place in places
+            if place.replaced or not _same_bits(place.buffer, copies.get(place.buffer, place.buffer))
+        }
 
 
 @contextmanager
@@ -279,6 +308,28 @@ def _places(modules: Iterable[nn.Module]) -> list[Place]:
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
+
+
+def _can_change(t: Tensor) -> bool:
+    """Tell whether torch can write into a tensor: not if it is of inference mode, or expanded."""
+    if t.is_inference():
+        return False
+    return not _is_dense(t) or all(step or size < 2 for step, size in zip(t.stride(), t.shape, strict=True))
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Tell whether two tensors are the same, where that can be told: of sparse ones only versions show changes."""
+    return not _is_dense(a) or torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def _is_dense(t: Tensor) -> bool:
+    return t.layout == torch.strided and not t.is_nested and not t.is_quantized
+
+
+def is_capturing() -> bool:
+    """Tell whether a CUDA graph is being captured."""
+    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # is_available() takes longer
+    return started and torch.cuda.is_current_stream_capturing()
 
 
 def version_of(t: Tensor) -> int:

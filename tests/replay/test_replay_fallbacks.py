@@ -720,7 +720,7 @@ def test_only_a_step_on_the_proven_path_of_the_latest_steps_is_captured(monkeypa
         opt.step(closure)
     way[0] = 0
     before, state = {name: p.detach().clone() for name, p in model.named_parameters()}, saved(opt)
-    monkeypatch.setattr("sparsam.replay.passes._is_capturing", lambda: True)
+    monkeypatch.setattr("sparsam.replay.passes.is_capturing", lambda: True)
     if captured:
         opt.step(closure)
         return

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from sparsam.distributed.groups import group_size
 from sparsam.distributed.replicas import Replicas, find_ddp
 from sparsam.errors import CaptureError
-from sparsam.passes import Closure, Passes
+from sparsam.passes import Closure, Passes, is_capturing
 from sparsam.replay.modules import parameters_before_by_order, unwrap
 from sparsam.replay.proof import Outcome, difference, is_repeatable, matched, named
 from sparsam.replay.recording import Path, Recording
@@ -126,7 +126,7 @@ class ReplayedPasses(Passes):
             path.proven = min(path.proven, 1)
         if recording is not None and path is not None:
             self._check_capture(recording, path)
-            if not _is_capturing():
+            if not is_capturing():
                 self.replay.latest.append(path)
         if recording is None or path is None:
             recording = None  # and the graph that it holds
@@ -145,7 +145,7 @@ class ReplayedPasses(Passes):
     def _check_capture(self, recording: Recording, path: Path) -> None:
         """Refuse to capture a step that has to prove its path, or that takes another one than the steps before it."""
         another = path.proven < 2 or any(latest is not path for latest in self.replay.latest)
-        if another and _is_capturing():
+        if another and is_capturing():
             raise CaptureError(
                 f"a step that is captured in a CUDA graph must take the path to {recording.cut!r} that the two steps "
                 f"before it took and proved, but takes a new one: take these steps without a graph"
@@ -241,7 +241,8 @@ class ReplayedPasses(Passes):
         assert self.model is not None
         names = {module: name for name, module in self.model.named_modules()}
         kept = [place for buffers in self._buffers for place in buffers.places if place.module in names]
-        buffers = {f"{names[module]}.{name}".lstrip("."): module._buffers.get(name) for module, name, _ in kept}
+        kept = [place for place in kept if place.name in place.module._buffers]
+        buffers = {f"{names[module]}.{name}".lstrip("."): module._buffers[name] for module, name, _ in kept}
         return Outcome.of(self._named, {name: b for name, b in buffers.items() if b is not None}, loss)
 
     def _conclude(self, path: Path, reason: str, what: str) -> None:
@@ -276,11 +277,6 @@ class ReplayedPasses(Passes):
         """Load what :meth:`state` returned; a resumed run proves its paths anew."""
         self.replay.forget_paths()
         self._prefix = list(state.get("prefix", []))
-
-
-def _is_capturing() -> bool:
-    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # is_available() takes longer
-    return started and torch.cuda.is_current_stream_capturing()
 
 
 def _uses_tf32(model: nn.Module) -> bool:
