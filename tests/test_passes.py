@@ -240,3 +240,32 @@ def test_statistics_of_a_scripted_norm_move_once(cut):
     expected = model.state_dict()
     for name, value in scripted.state_dict().items():
         torch.testing.assert_close(value, expected[name])
+
+
+@pytest.mark.parametrize("way", ["closure", "exception", "suffix"])
+def test_a_buffer_in_the_memory_of_weights_leaves_no_perturbation_in_them(way):
+    """Weights that a module also keeps as a buffer, without a copy: they were kept at w + eps, and put back last."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    model.register_buffer("alias", model[2].weight.data)
+    policy = {"mask": SuffixMask(model, "2")} if way == "suffix" else {"model": model}
+    opt = SAM(model.parameters(), torch.optim.SGD, rho=0.5, lr=0.0, **policy)
+    before, calls = copy.deepcopy(model.state_dict()), []
+
+    def closure():
+        calls.append(model[2].weight.detach().clone())
+        opt.zero_grad()
+        loss = model(torch.ones(2, 4).double()).square().sum()
+        loss.backward()
+        if way == "exception" and len(calls) % 2 == 0:
+            raise KeyboardInterrupt
+        return loss
+
+    for _ in range(4):
+        try:
+            opt.step(closure)
+        except KeyboardInterrupt:
+            assert way == "exception"
+        assert not torch.equal(calls[-1], before["2.weight"])
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, before[name]), name

@@ -131,8 +131,7 @@ class SAM(Wrapper):
         self._perturber = Perturber(self.mask, ascents, self._passes, self.adaptive, self._replicas)
         self._perturber.check(base)
         self.steps = 0  # taken so far
-        self._phase = Phase.IDLE
-        self._repeats = False  # whether the pass at w + eps repeats one at w
+        self._phase, self._repeats = Phase.IDLE, False  # where in a step; whether the pass at w + eps repeats one at w
         self._coming = Coming(self.schedule, self.ascent, ascents)
         self._used_gradients = UsedGradients()  # by the latest base step
         self._closure_check = ClosureCheck()
@@ -348,11 +347,13 @@ class SAM(Wrapper):
         """Go back from w + eps to w, if that is where the weights are."""
         if self._phase not in (Phase.PERTURBED, Phase.ONLY_PASS):
             return
-        self._perturber.restore()
-        self._phase = phase
-        self._passes.drop_copies()
-        if self._repeats:
-            self._passes.end_second(complete=phase is Phase.READY)
+        try:
+            if self._repeats:  # first: a buffer that shares memory with weights was kept at w + eps
+                self._passes.end_second(complete=phase is Phase.READY)
+        finally:
+            self._perturber.restore()
+            self._phase = phase
+            self._passes.drop_copies()
 
     def _base_step(self) -> None:
         self._perturber.commit()
