@@ -36,6 +36,9 @@ REPLAYED: dict[type[Pattern], list[int]] = {
     Pattern: PROVEN,
     patterns.TwoTasks: PROVEN,
     patterns.TakesTurns: PROVEN,
+    patterns.StopGradient: PROVEN,
+    patterns.LateStopGradient: PROVEN,
+    patterns.LateStopGradientFirst: PROVEN,
     patterns.LayersOneByOne: [3, 3, 3, 2, 2, 2],  # the first step finds out that the stem is called by its parts
     patterns.NeverCalled: PROVEN,
     patterns.NeverCalledTwice: PROVEN,

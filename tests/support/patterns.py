@@ -1417,6 +1417,30 @@ class LateContext(Context):
         self.stem = WritesLateContext()
 
 
+class StopGradient(Pattern):
+    """The module at the cut is called twice, the second time with the same values and without a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.stem(x))
+        return self.head(torch.tanh(self.body(h)) * self.body(h.detach()).sin())
+
+
+class LateStopGradient(Pattern):
+    """As above, but the first batches have a gradient in both calls."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.stem(x))
+        return self.head(torch.tanh(self.body(h)) * self.body(h.detach() if late(x) else h).sin())
+
+
+class LateStopGradientFirst(Pattern):
+    """As above, but it is the first call that has none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.stem(x))
+        return self.head(torch.tanh(self.body(h.detach() if late(x) else h)) * self.body(h).sin())
+
+
 class LateNotes(NotesInAList):
     """The stem appends to the model's list, but not for the first batches."""
 

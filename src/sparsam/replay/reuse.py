@@ -58,12 +58,22 @@ class Reuse:
         self._enter(args, kwargs)
         if self._given is None and not self.stopped:
             self._reach(args, kwargs)
-        if self._given is not None and same_tensors((args, kwargs), self._given):
+        if self._given is not None and same_tensors((args, kwargs), self._given) and self._leads_back(args, kwargs):
             assert self.recording.input is not None
             recorded = iter(tensors_in(self.recording.input.value))
             # Other arguments are those of this call: a cache, say, that the first pass has filled already.
             args, kwargs = map_tensors(lambda _: next(recorded), (args, kwargs))
         return call(*args, **kwargs)
+
+    def _leads_back(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Tell whether a gradient goes back from the arguments where it did from those that the cut was given.
+
+        A second call may get the same values without a gradient, or with one where the first had none.
+        """
+        return all(
+            a.requires_grad == b.requires_grad
+            for a, b in zip(tensors_in(args, kwargs), tensors_in(self._given), strict=True)
+        )
 
     def _reach(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recording = self.recording
