@@ -36,6 +36,7 @@ REPLAYED: dict[type[Pattern], list[int]] = {
     Pattern: PROVEN,
     patterns.TwoTasks: PROVEN,
     patterns.TakesTurns: PROVEN,
+    patterns.FunctionalCall: PROVEN,
     patterns.StopGradient: PROVEN,
     patterns.LateStopGradient: PROVEN,
     patterns.LateStopGradientFirst: PROVEN,
@@ -289,3 +290,19 @@ def test_a_model_that_fails_by_itself_fails_with_its_own_error():
 
     with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
         judged(Fails)
+
+
+def test_tensors_in_place_of_parameters_do_not_bring_the_prefix_into_the_mask():
+    torch.manual_seed(0)
+    model = patterns.FunctionalCall().double()
+    opt = SAM(model.parameters(), torch.optim.SGD, rho=RHO, mask=SuffixMask(model, "body"), lr=0.1)
+
+    def closure():
+        opt.zero_grad()
+        loss = model.loss(0)
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+    moved = [name for (name, _), m in zip(model.named_parameters(), opt.masks(), strict=True) if m.all()]
+    assert moved == ["body.weight", "body.bias", "head.weight", "head.bias"]

@@ -1417,6 +1417,14 @@ class LateContext(Context):
         self.stem = WritesLateContext()
 
 
+class FunctionalCall(Pattern):
+    """The model is called with tensors in place of its parameters, which are computed of these."""
+
+    def loss(self, step: int) -> Tensor:
+        weights = {name: p * 1.5 for name, p in self.named_parameters()}
+        return error(torch.func.functional_call(self, weights, (batch(self, step),)), step)
+
+
 class StopGradient(Pattern):
     """The module at the cut is called twice, the second time with the same values and without a gradient."""
 

@@ -42,7 +42,7 @@ from sparsam.distributed.shards import any_dtensor, fsdp_modules
 from sparsam.errors import warn
 from sparsam.inventory import Inventory, is_compiled, modules_of
 from sparsam.randomness import RngState
-from sparsam.replay.autograd_graph import is_parameter, node_of, reachable_nodes, tensors_in
+from sparsam.replay.autograd_graph import is_parameter, node_of, parameters_of, reachable_nodes, tensors_in
 from sparsam.replay.calls import intercepted
 from sparsam.replay.modules import Places, places_of, unwrap
 from sparsam.replay.recording import Before, EndOfGradient, Path, Recorder, Recording, runs_distributed, sums_of
@@ -198,7 +198,9 @@ class Replay:
 
     def _used(self, recording: Recording) -> frozenset[Tensor]:
         """Return the parameters that were used on the way to the cut; of a sharded model as they are gathered now."""
-        return frozenset(recording.between.union(*[self._weights(call.name) for call in recording.calls]))
+        used = recording.between.union(*[self._weights(call.name) for call in recording.calls])
+        made = [t for t in used if t.grad_fn is not None]  # as torch.func.functional_call puts in place of parameters
+        return frozenset(used | parameters_of(reachable_nodes(made)))
 
     def _weights(self, name: str) -> set[Tensor]:
         return set(self.model.get_submodule(name).parameters())
