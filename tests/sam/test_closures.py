@@ -352,6 +352,40 @@ def test_a_wrapped_closure_does_not_vouch_for_what_is_wrapped_in_the_same_way(ho
     assert same(before, [p.detach() for p in t.model.parameters()])
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_closure_that_no_longer_clears_is_refused(schedule):
+    """In the second pass of the same step, or in the next step if that has one pass."""
+    t = task()
+    opt = sam(t, **SCHEDULES[schedule]())
+    still = [True]
+    closure = clears(lambda t, opt: opt.zero_grad() if still else None)(t, opt)
+    for _ in range(4):
+        opt.step(closure)
+    still.clear()
+    with pytest.raises(UserRuntimeError, match=NOT_CLEARED):
+        for _ in range(1 if schedule != "one pass" else 2):
+            opt.step(closure)
+
+
+def test_a_closure_may_clear_in_turns():
+    t = task()
+    opt = sam(t)
+    ways = [lambda: opt.zero_grad(), lambda: t.model.zero_grad(), lambda: t.model.zero_grad(set_to_none=False)]
+
+    def closure():
+        ways[opt.steps % 3]()
+        loss = t.loss()
+        loss.backward()
+        return loss
+
+    other = task()
+    plain = sam(other)
+    for _ in range(9):
+        opt.step(closure)
+        plain.step(other.closure(plain))
+    assert same(weights(t.model), weights(other.model))
+
+
 def test_sparse_gradients_of_a_base_step_are_left_alone():
     embedding = nn.Embedding(5, 3, sparse=True)
     opt = SAM(embedding.parameters(), torch.optim.SGD, lr=0.1, schedule=LastSteps(0.01, 1000))

@@ -32,11 +32,11 @@ class ClosureCheck:
 
     def __init__(self) -> None:
         self.cleared = False  # whether the optimizer's zero_grad was called
-        self._proven: set[object] = set()  # the code of closures that have cleared old gradients
+        self._proven: dict[object, bool] = {}  # the code of closures that have cleared old ones; whether by zero_grad
         self._trained: Tensor | None = None  # a parameter that a closure has computed a gradient of
 
     def __getstate__(self) -> dict[str, object]:
-        return {"cleared": False, "_proven": set(), "_trained": None}  # code cannot be copied
+        return {"cleared": False, "_proven": {}, "_trained": None}  # code cannot be copied
 
     def call(self, closure: Callable[[], Any], params: Sequence[Tensor], used: UsedGradients | None = None) -> Any:
         """Call a closure, with gradients enabled.
@@ -51,7 +51,10 @@ class ClosureCheck:
         self.cleared = False
         torch.set_grad_enabled(True)  # step() sets it back; a closure may have left it off
         if code in self._proven and not accumulated:  # nothing must keep the memory of old gradients
-            return closure()
+            result = closure()
+            if self._proven[code] and not self.cleared:
+                del self._proven[code]  # it did not call zero_grad this time: the next call shows whether it clears
+            return result
         before = [(p, p.grad) for p in params if p.grad is not None]
         if not accumulated:
             return self._prove(closure, code, params, before)
@@ -86,7 +89,7 @@ class ClosureCheck:
             for p in params:
                 p.grad = None
             raise UserRuntimeError(NOT_CLEARED)
-        self._proven.add(code)
+        self._proven[code] = self.cleared
         if makes_up and left and not bool(left[0].any()):  # the closure has filled it with zeros, and not used it
             before[0][0].grad = None
         return result
