@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from sparsam.distributed.shards import any_dtensor, computes_on, fsdp_modules
 from sparsam.errors import warn
 from sparsam.inventory import Inventory, modules_of
-from sparsam.perturbation import restore, save
+from sparsam.perturbation import Saved, restore, save
 from sparsam.randomness import RngState, fork_rng, get_rng_state, set_rng_state
 
 SMALL = 2**16  # buffers of so many numbers are always kept: they could move unseen, through .data
@@ -58,13 +58,14 @@ class Passes:
         with self.around_first():
             return closure()
 
-    def second(self, closure: Closure, perturbed: Sequence[Tensor], params: Sequence[Tensor]) -> None:
+    def second(self, closure: Closure, params: Sequence[Tensor], perturbed: Sequence[Saved], radius: float) -> None:
         """Run the second pass, at w + eps.
 
         Args:
             closure: The pass.
-            perturbed: The parameters that eps was added to.
             params: All parameters of the optimizer.
+            perturbed: The parameters that eps was added to, and copies of w.
+            radius: The largest rho of the step, as far as the host knows it.
         """
         closure()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -12,11 +13,14 @@ from sparsam.distributed.groups import group_size
 from sparsam.distributed.replicas import Replicas, find_ddp
 from sparsam.errors import CaptureError
 from sparsam.passes import Closure, Passes, is_capturing
+from sparsam.perturbation import Saved
 from sparsam.replay.modules import parameters_before_by_order, unwrap
 from sparsam.replay.proof import Outcome, difference, is_repeatable, matched, named
 from sparsam.replay.recording import Path, Recording
 from sparsam.replay.replay import Replay
 from sparsam.replay.reuse import OtherValuesError
+
+GROWTH = 2.0  # a path is proven again if rho has grown by this factor since
 
 REMEDY = (
     "Does code beside the modules keep, change or draw something? Put it into a module, choose a cut after it, or use "
@@ -117,13 +121,16 @@ class ReplayedPasses(Passes):
 
     # ------------------------------------------------------------------------------------ the second pass
 
-    def second(self, closure: Closure, perturbed: Sequence[Tensor], params: Sequence[Tensor]) -> None:
+    def second(self, closure: Closure, params: Sequence[Tensor], perturbed: Sequence[Saved], radius: float) -> None:
         """Run the second pass from the cut if the path is proven; else in full, and prove the path."""
         recording, self.replay.recording = self.replay.recording, None
-        path = None if recording is None else self.replay.path(recording, perturbed)
+        tensors = [p for saved in perturbed for p in saved.tensors]
+        path = None if recording is None else self.replay.path(recording, tensors)
         if path is not None and not self._moved <= path.moved:
             path.moved |= self._moved  # the whole second pass reads buffers that no proof has seen moved
             path.proven = min(path.proven, 1)
+        if path is not None and radius > GROWTH * path.radius:
+            path.proven = min(path.proven, 1)  # what weights do before the cut may be too little to see at first
         if recording is not None and path is not None:
             self._check_capture(recording, path)
             if not is_capturing():
@@ -133,14 +140,17 @@ class ReplayedPasses(Passes):
             self._keep_skipped()
             closure()
         elif not self.replay.proves and path.proven < 2:
-            path.proven = 2
+            path.proven, path.radius = 2, math.inf
             self._whole(closure)
         elif path.proven == 2:
             self._replayed(closure, recording)
+        elif path.proven == 1 and not _has_moved(perturbed):
+            self._whole(closure)  # at w, where nothing can be proven of w + eps
         else:
             self._named, self._own = named(self.replay.model, params), set(params)
             prove = self._prove_second if path.proven else self._prove_first
             prove(closure, recording, path)
+            path.radius = max(path.radius, radius) if path.proven == 2 else path.radius
 
     def _check_capture(self, recording: Recording, path: Path) -> None:
         """Refuse to capture a step that has to prove its path, or that takes another one than the steps before it."""
@@ -277,6 +287,12 @@ class ReplayedPasses(Passes):
         """Load what :meth:`state` returned; a resumed run proves its paths anew."""
         self.replay.forget_paths()
         self._prefix = list(state.get("prefix", []))
+
+
+def _has_moved(perturbed: Sequence[Saved]) -> bool:
+    """Tell whether any weight has moved: not if rho is 0, or the gradient zero or not finite. Waits for the device."""
+    pairs = [pair for saved in perturbed for pair in zip(saved.tensors, saved.copies, strict=True)]
+    return not all(torch.equal(p, w) for p, w in pairs)
 
 
 def _uses_tf32(model: nn.Module) -> bool:

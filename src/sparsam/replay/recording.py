@@ -77,6 +77,7 @@ class Path:
     custom: bool = False  # whether the graph after the cut holds functions that torch does not know
     moved: set[Any] = field(default_factory=set)  # buffers that first passes on it have moved
     uncleared: set[Tensor] = field(default_factory=set)  # parameters that had gradients where the model was called
+    radius: float = 0.0  # the largest rho at which it was proven
     proven: int = 0  # 1: that the first pass may end at the cut; 2: that the second may start there
 
 

@@ -191,13 +191,13 @@ class SAM(Wrapper):
 
     def _two_passes(self, closure: Closure, ascent: Ascent) -> Any:
         self._start()
-        params, call = self._params(), self._closure_check.call
+        params, call, perturber = self._params(), self._closure_check.call, self._perturber
         self._phase = Phase.FIRST_PASS
         try:
             loss = self._passes.first(partial(call, closure, params, self._used_gradients))
             self._phase = Phase.IDLE
             with self._perturbed(ascent, repeats=True):
-                self._passes.second(partial(call, closure, params), self._perturber.perturbed, params)
+                self._passes.second(partial(call, closure, params), params, perturber.saved, perturber.radius)
         finally:
             self._phase = Phase.IDLE if self._phase is Phase.FIRST_PASS else self._phase
             self._passes.forget()

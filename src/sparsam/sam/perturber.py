@@ -39,7 +39,8 @@ class Perturber:
         self.ascents, self.passes, self.adaptive = list(ascents), passes, adaptive
         self.memories: list[Memory] = [{} for _ in ascents]
         self.moved: Selection | None = None  # what the latest step perturbed
-        self.saved: list[Saved] = []
+        self.saved: list[Saved] = []  # what eps was added to, with copies of w
+        self.radius = 0.0  # the largest of the latest step, of those that the host knows
         self._whole = False  # whether there is state of parameters that are not sharded
         self._remember: Callable[[], None] | None = None  # what the ascent keeps of this step, once it is taken
 
@@ -112,6 +113,7 @@ class Perturber:
         if not moving:
             return
         radius = {key: ascent.radius(rho) for key, rho in {id(rho): rho for rho in rhos}.items()}
+        self.radius = max((abs(float(r)) for r in radius.values() if not _is_on_device(r)), default=0.0)
         w, d = [params[i] for i, _ in moving], [d for _, d in moving]
         m = [selection[i] for i, _ in moving]
         if sharded:  # the rest is done on what this process holds
@@ -145,11 +147,6 @@ class Perturber:
         if self._remember is not None:
             self._remember()
         self._remember = None
-
-    @property
-    def perturbed(self) -> list[Tensor]:
-        """The parameters that eps was added to."""
-        return [p for saved in self.saved for p in saved.tensors]
 
     def graph_inputs(self, params: Sequence[Tensor]) -> tuple[Selection | None, list[bool]]:
         """Return what a captured step reads: the mask's tensors, and which parameters are trained."""
@@ -187,6 +184,10 @@ class Perturber:
             {p: kept for p, kept in zip(params, _copied_memory(memory, params), strict=True) if kept is not None}
             for memory in state["memories"]
         ]
+
+
+def _is_on_device(rho: float | Tensor) -> bool:
+    return isinstance(rho, Tensor) and rho.device.type != "cpu"
 
 
 def _eligible(params: Sequence[Tensor], in_scope: Sequence[bool]) -> list[bool]:
