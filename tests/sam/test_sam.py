@@ -13,7 +13,7 @@ from torch import nn
 
 import sparsam
 from cases import magnitude, optimizer, same, task, weights
-from sparsam import SAM, EveryNth, RandomMask
+from sparsam import SAM, EveryNth, RandomMask, SuffixMask, TopKMask
 
 BASE = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
 
@@ -303,3 +303,58 @@ def test_a_type_checker_knows_what_a_step_returns():
     without, with_closure = get_overloads(SAM.step)
     assert without.__annotations__ == {"closure": "None", "return": "None"}
     assert with_closure.__annotations__ == {"closure": "Callable[[], T]", "return": "T"}
+
+
+def run_with_scores(scores_of, cut=None):
+    """Take steps with a mask whose scores are gradients; return the weights, and torch's random numbers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.5), nn.Linear(4, 2)).double()
+    x = torch.linspace(-1, 1, 24).double().view(6, 4)
+
+    def scores(params):
+        with torch.enable_grad():
+            return scores_of(model, opt, params, model(x.flip(0)).square().sum())
+
+    mask = TopKMask(0.5, scores, interval=2)
+    if cut:
+        mask = SuffixMask(model, cut, inner=mask)
+    opt = SAM(model.parameters(), torch.optim.SGD, rho=0.5, mask=mask, model=model, lr=0.1)
+
+    def closure():
+        opt.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(5):
+        opt.step(closure)
+    return [p.detach() for p in model.parameters()], torch.get_rng_state()
+
+
+@pytest.mark.parametrize("clear", ["model", "optimizer"])
+@pytest.mark.parametrize("cut", [None, "3"])
+def test_scores_may_come_from_a_backward_pass_of_their_own(cut, clear):
+    """The perturbation goes along the first pass' gradient all the same, and dropout is that of the first pass."""
+
+    def by_backward(model, opt, params, loss):
+        (model if clear == "model" else opt).zero_grad()
+        loss.backward()
+        return [p.grad.abs() for p in params]
+
+    def by_autograd(model, opt, params, loss):
+        return [g.abs() for g in torch.autograd.grad(loss, params)]
+
+    weights, numbers = run_with_scores(by_backward, cut)
+    expected, expected_numbers = run_with_scores(by_autograd, cut)
+    assert all(map(torch.equal, weights, expected))
+    assert torch.equal(numbers, expected_numbers)
+
+
+def test_scores_that_add_to_the_gradients_are_refused():
+    def added(model, opt, params, loss):
+        loss.backward()
+        return [p.grad.abs() for p in params]
+
+    message = r"^a mask must leave the gradients of the first pass as they are, but has changed that of parameter 0 in"
+    with pytest.raises(RuntimeError, match=message):
+        run_with_scores(added)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -9,7 +11,8 @@ from torch import Tensor
 from sparsam.distributed.broadcast import broadcast_selection, check_same_weights
 from sparsam.distributed.groups import group_size, selecting_in
 from sparsam.distributed.replicas import Replicas
-from sparsam.distributed.shards import any_dtensor
+from sparsam.distributed.shards import any_dtensor, local
+from sparsam.errors import UserRuntimeError
 from sparsam.masks.base import Mask
 from sparsam.randomness import fork_rng
 from sparsam.selection import Selection, copied, rewritten, settle
@@ -71,7 +74,7 @@ class MaskState:
             shared = not self.mask.same_on_all_ranks and group_size(group) > 1 and not any_dtensor(subset)
             if shared:
                 check_same_weights(subset, group)
-            with fork_rng(p.device for p in subset), selecting_in(group):
+            with _same_gradients(params), fork_rng(p.device for p in subset), selecting_in(group):
                 chosen = self.mask.select(subset, step, before and [before.selection[i] for i in indices])
             if shared:
                 chosen = broadcast_selection(chosen, subset, group)
@@ -106,3 +109,20 @@ class MaskState:
         made = state["made"]
         self.mask.seed, self._before = state["seed"], None
         self.made = made and Made(settle(made["selection"], params), made["step"], list(made["eligible"]))
+
+
+@contextmanager
+def _same_gradients(params: Sequence[Tensor]) -> Iterator[None]:
+    """Let a mask compute gradients of its own: afterwards those of the first pass are there, which the ascent reads."""
+    before = [(grad, -1 if grad is None else local(grad)._version) for grad in (p.grad for p in params)]
+    try:
+        yield
+    finally:
+        for p, (grad, _) in zip(params, before, strict=True):
+            p.grad = grad
+    for i, (grad, version) in enumerate(before):
+        if grad is not None and local(grad)._version != version:
+            raise UserRuntimeError(
+                f"a mask must leave the gradients of the first pass as they are, but has changed that of parameter {i} "
+                f"in place; take gradients of your own by torch.autograd.grad, or after model.zero_grad()"
+            )

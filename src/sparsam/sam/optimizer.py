@@ -133,8 +133,7 @@ class SAM(Wrapper):
         self.steps = 0  # taken so far
         self._phase, self._repeats = Phase.IDLE, False  # where in a step; whether the pass at w + eps repeats one at w
         self._coming = Coming(self.schedule, self.ascent, ascents)
-        self._used_gradients = UsedGradients()  # by the latest base step
-        self._closure_check = ClosureCheck()
+        self._used_gradients, self._closure_check = UsedGradients(), ClosureCheck()
         self._reloads = 0  # how often what a step reads was replaced: a captured graph goes on reading the old
         self._wrap(base, rho)
 
@@ -332,9 +331,10 @@ class SAM(Wrapper):
         params, rhos = self._params_and_rhos()
         if repeats is None:
             repeats = (ascent is not None and ascent.passes == 2) or self._used_gradients.any_new(params)
-        self._perturber.perturb(ascent, params, rhos, self.base_optimizer, step=self.steps, scale=scale)
-        self._phase, self._repeats = Phase.PERTURBED, repeats
+        self._phase, self._repeats = Phase.PERTURBED, False  # now: zero_grad() in a mask must not start a step
         try:
+            self._perturber.perturb(ascent, params, rhos, self.base_optimizer, step=self.steps, scale=scale)
+            self._repeats = repeats
             self._passes.drop_copies()
             if repeats:
                 self._passes.begin_second()
