@@ -286,7 +286,7 @@ def test_a_step_that_is_not_taken_leaves_the_mean(way):
     before = [kept["mean"].clone() for kept in opt._perturber.memories[0].values()]
     opt.zero_grad()
     t.loss().backward()
-    opt.first_step()
+    opt.first_step(zero_grad=True)
     if way == "given up":
         opt.restore()
     else:  # as a GradScaler does after an overflow: no step
@@ -477,3 +477,48 @@ def test_a_closure_without_backward_is_refused_in_a_base_step():
     with pytest.raises(UserRuntimeError, match=r"no parameter has a gradient: call backward\(\)"):
         opt.step(t.loss)
     assert opt.steps == 0
+
+
+BETWEEN = {
+    "nothing": lambda t, opt: None,
+    "the optimizer": lambda t, opt: opt.zero_grad(),
+    "the optimizer, with zeros": lambda t, opt: opt.zero_grad(set_to_none=False),
+    "the model": lambda t, opt: t.model.zero_grad(),
+    "the model, with zeros": lambda t, opt: t.model.zero_grad(set_to_none=False),
+    "by hand": zero_by_hand,
+}
+
+
+@pytest.mark.parametrize("way", ["two steps", "context"])
+@pytest.mark.parametrize("how", BETWEEN)
+def test_a_first_gradient_that_is_not_cleared_gives_one_warning(how, way):
+    t = task()
+    opt = sam(t)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            opt.zero_grad()
+            t.loss().backward()
+            if way == "context":
+                with opt.perturbed():
+                    BETWEEN[how](t, opt)
+                    t.loss().backward()
+                opt.step()
+            else:
+                opt.first_step()
+                BETWEEN[how](t, opt)
+                t.loss().backward()
+                opt.second_step()
+    texts = [str(w.message) for w in caught]
+    assert len(texts) == (how == "nothing")
+    assert all(text.startswith("the gradient at w + eps was added to that at w, ") for text in texts)
+
+
+def test_a_step_that_was_given_up_gives_no_warning_later():
+    t = task()
+    opt = sam(t)
+    t.loss().backward()
+    opt.first_step()
+    opt.restore()
+    for _ in range(2):
+        opt.step(t.closure(opt))

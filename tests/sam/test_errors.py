@@ -72,6 +72,9 @@ CONSTRUCTION = [
     (lambda: SAM([w()], SGD, rho="big", lr=0.1), ValueError, "rho must be a finite number >= 0, but is 'big'"),
     (lambda: SAM([{"params": [w()], "rho": -1}], SGD, lr=0.1), ValueError, "rho of parameter group 0 must be a finite"),
     (lambda: SAM.wrap(SGD([w()], lr=0.1), rho=-2), ValueError, "rho must be a finite number >= 0, but is -2"),
+    # adaptive
+    (lambda: SAM([w()], SGD, adaptive="no", lr=0.1), TypeError, "adaptive must be True or False, but is 'no'"),
+    (lambda: SAM([w()], SGD, adaptive=None, lr=0.1), TypeError, "adaptive must be True or False, but is None"),
     # misspelled arguments
     (
         lambda: SAM([w()], SGD, rh=0.1, lr=0.1),
@@ -394,6 +397,30 @@ def test_the_mask_of_a_copied_model(mask):
         r"model copied, or built anew\? Build the mask of the model whose parameters the optimizer has$",
     ):
         SAM(model.parameters(), SGD, mask=mask(copy.deepcopy(model)), lr=0.1)
+
+
+def test_a_copied_model():
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    for other in (copy.deepcopy(model), averaged):
+        with pytest.raises(
+            ValueError,
+            match=r"^model must be the one that is trained, but none of its parameters is in params; was it copied, or "
+            r"built anew\? Give the model whose parameters the optimizer has$",
+        ):
+            SAM(model.parameters(), SGD, model=other, lr=0.1)
+    SAM(model[2].parameters(), SGD, model=nn.DataParallel(model), lr=0.1)  # some of them are enough
+
+
+def test_a_loss_in_place_of_a_closure():
+    t = task()
+    opt = optimizer(t)
+    loss = t.loss()
+    loss.backward()
+    message = "^closure must be a function that computes the loss and its gradient, but is a Tensor$"
+    with pytest.raises(TypeError, match=message):
+        opt.step(loss)
+    opt.step(t.closure(opt))  # it can go on
 
 
 def test_params_that_are_an_optimizer():

@@ -358,3 +358,10 @@ def test_scores_that_add_to_the_gradients_are_refused():
     message = r"^a mask must leave the gradients of the first pass as they are, but has changed that of parameter 0 in"
     with pytest.raises(RuntimeError, match=message):
         run_with_scores(added)
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_repr_says_how_it_steps(adaptive):
+    w = nn.Parameter(torch.ones(3))
+    shown = repr(SAM([w], torch.optim.SGD, adaptive=adaptive, lr=0.1))
+    assert f"\nbase: SGD{', adaptive' if adaptive else ''}, 0 steps taken\nmask: DenseMask(" in shown

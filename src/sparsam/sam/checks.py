@@ -21,10 +21,12 @@ from sparsam.inventory import modules_of
 from sparsam.settings import Policy, differences
 
 
-def check_options(rho: Any, model: Any, given: dict[str, tuple[Any, type[Policy]]]) -> None:
-    """Refuse a rho, a model, or a mask, an ascent or a schedule that is none."""
+def check_options(rho: Any, model: Any, adaptive: Any, given: dict[str, tuple[Any, type[Policy]]]) -> None:
+    """Refuse a rho, a model, a switch, or a mask, an ascent or a schedule that is none."""
     check_rho(rho)
     check_module("model", model)
+    if not isinstance(adaptive, bool):
+        raise UserTypeError(f"adaptive must be True or False, but is {adaptive!r}")
     for name, (policy, wanted) in given.items():
         if policy is not None and not isinstance(policy, wanted):
             raise UserTypeError(f"{name} must be a sparsam {name} or None, but is {policy!r}")
@@ -120,14 +122,23 @@ def option_names(function: Callable[..., Any]) -> list[str]:
     return [p.name for p in parameters if p.default is not p.empty]
 
 
-def check_mask_model(model: nn.Module | None, params: Iterable[Tensor]) -> None:
-    """Refuse a mask of a model that the optimizer does not train."""
-    own = set() if model is None else set(model.parameters())
-    if own and own.isdisjoint(params):
+def check_models(of_mask: nn.Module | None, model: nn.Module | None, params: Sequence[Tensor]) -> None:
+    """Refuse a mask of a model that the optimizer does not train, and such a model."""
+    if _is_another(of_mask, params):
         raise UserValueError(
             "mask must be of the model that is trained, but none of its model's parameters is in params; was the model "
             "copied, or built anew? Build the mask of the model whose parameters the optimizer has"
         )
+    if _is_another(model, params):
+        raise UserValueError(
+            "model must be the one that is trained, but none of its parameters is in params; was it copied, or built "
+            "anew? Give the model whose parameters the optimizer has"
+        )
+
+
+def _is_another(model: nn.Module | None, params: Sequence[Tensor]) -> bool:
+    own = set() if model is None else set(model.parameters())
+    return bool(own) and own.isdisjoint(params)
 
 
 def check_base(base: Any) -> None:

@@ -1,4 +1,4 @@
-"""Closures that are seen to clear the gradients: else those of both passes would be added, without a word."""
+"""Whether gradients are cleared between two passes: else both would be added, without a word."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsam.errors import UserRuntimeError
+from sparsam.errors import UserRuntimeError, UserTypeError, warn
 from sparsam.sam.phase import UsedGradients
 
 NOT_CLEARED = (
@@ -20,10 +20,14 @@ ACCUMULATED = (
     "the closure must clear the gradients, but added to some from before step(closure): accumulate all of them inside "
     "the closure (in Lightning: derive from sparsam.integrations.lightning.SAMModule)"
 )
+ADDED = (
+    "the gradient at w + eps was added to that at w, and the base optimizer takes their sum. Clear the first one: call "
+    "opt.zero_grad() before the second pass, or first_step(zero_grad=True)"
+)
 
 
 class ClosureCheck:
-    """Calls closures, and refuses those that do not clear the gradients.
+    """Calls closures, and refuses those that do not clear the gradients. Without a closure it can only warn.
 
     A closure that calls the optimizer's `zero_grad`, or sets gradients to None, is seen to clear them. One that fills
     them with zeros itself is found out once: before a call, old gradients are filled with NaN, which none must contain
@@ -34,9 +38,25 @@ class ClosureCheck:
         self.cleared = False  # whether the optimizer's zero_grad was called
         self._proven: dict[object, bool] = {}  # the code of closures that have cleared old ones; whether by zero_grad
         self._trained: Tensor | None = None  # a parameter that a closure has computed a gradient of
+        self._first: UsedGradients | None = None  # of a first pass without a closure
+        self._warned = False
 
     def __getstate__(self) -> dict[str, object]:
-        return {"cleared": False, "_proven": {}, "_trained": None}  # code cannot be copied
+        nothing = {"cleared": False, "_proven": {}, "_trained": None, "_first": None}  # code cannot be copied
+        return {**self.__dict__, **nothing}
+
+    def begin_two_steps(self, params: Sequence[Tensor]) -> None:
+        """Note the gradients of a first pass without a closure."""
+        self.cleared, self._first = False, UsedGradients()
+        self._first.note(params)
+
+    def end_two_steps(self, params: Callable[[], Sequence[Tensor]], *, taken: bool) -> None:
+        """Warn once if those of a second pass were added to them, in a step that is taken."""
+        first, self._first = self._first, None
+        if first is None or not taken or self.cleared or self._warned or not first.added_to(params()):
+            return
+        self._warned = True
+        warn(ADDED)
 
     def call(self, closure: Callable[[], Any], params: Sequence[Tensor], used: UsedGradients | None = None) -> Any:
         """Call a closure, with gradients enabled.
@@ -46,6 +66,10 @@ class ClosureCheck:
             params: Whose gradients it has to clear.
             used: The gradients that a base step has used, before the first call of a step; None: all are old.
         """
+        if not callable(closure):
+            raise UserTypeError(
+                f"closure must be a function that computes the loss and its gradient, but is a {type(closure).__name__}"
+            )
         accumulated = used is not None and used.any_new(params)
         code = _code_of(closure)  # a closure is mostly made anew in each step
         self.cleared = False

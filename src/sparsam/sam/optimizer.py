@@ -27,7 +27,6 @@ from torch.optim import Optimizer
 
 from sparsam.ascents import Ascent, GradientAscent
 from sparsam.distributed.replicas import Replicas
-from sparsam.errors import UserRuntimeError
 from sparsam.masks import DenseMask, Mask
 from sparsam.passes import Closure
 from sparsam.replay import passes_for
@@ -46,7 +45,6 @@ from sparsam.sam.perturber import Perturber
 from sparsam.sam.phase import Phase, UsedGradients
 from sparsam.sam.wrapper import Wrapper, eager
 from sparsam.schedules import EveryStep, Schedule
-from sparsam.selection import expand
 
 T = TypeVar("T")
 
@@ -118,11 +116,13 @@ class SAM(Wrapper):
         check_arguments(params, base_optimizer, SAM, base_arguments)
         base = base_optimizer(params, **base_arguments)
         check_base(base)
-        check_options(rho, model, {"mask": (mask, Mask), "ascent": (ascent, Ascent), "schedule": (schedule, Schedule)})
+        check_options(
+            rho, model, adaptive, {"mask": (mask, Mask), "ascent": (ascent, Ascent), "schedule": (schedule, Schedule)}
+        )
         self.ascent = GradientAscent() if ascent is None else ascent
         self.schedule = EveryStep() if schedule is None else schedule
         self.mask = DenseMask() if mask is None else mask
-        self.adaptive = bool(adaptive)
+        self.adaptive = adaptive
         ascents = self.schedule.ascents(self.ascent)
         check_one_pass(mask, ascents)
         scope = self.mask.scope
@@ -253,10 +253,7 @@ class SAM(Wrapper):
         Args:
             zero_grad: Clear the gradients afterwards.
         """
-        if self._phase is not Phase.PERTURBED:
-            raise UserRuntimeError(
-                f"second_step() needs first_step() before it, but the optimizer is {self._phase.value}"
-            )
+        self._phase.refuse_second_step()
         self.step()
         if zero_grad:
             self.zero_grad()
@@ -311,9 +308,7 @@ class SAM(Wrapper):
 
         All are False after a base step. That of a DTensor is a DTensor.
         """
-        if self._perturber.moved is None:
-            raise UserRuntimeError("there is no mask before the first step: it is made in that step")
-        return [m.clone() for m in expand(self._perturber.moved, self._params())]
+        return self._perturber.masks(self._params())
 
     def _start(self) -> None:
         self._phase = Phase.IDLE
@@ -331,6 +326,7 @@ class SAM(Wrapper):
         params, rhos = self._params_and_rhos()
         if repeats is None:
             repeats = (ascent is not None and ascent.passes == 2) or self._used_gradients.any_new(params)
+            self._closure_check.begin_two_steps(params if repeats and self._replicas.ddp is None else [])
         self._phase, self._repeats = Phase.PERTURBED, False  # now: zero_grad() in a mask must not start a step
         try:
             self._perturber.perturb(ascent, params, rhos, self.base_optimizer, step=self.steps, scale=scale)
@@ -354,6 +350,7 @@ class SAM(Wrapper):
             self._perturber.restore()
             self._phase = phase
             self._passes.drop_copies()
+        self._closure_check.end_two_steps(self._params, taken=phase is Phase.READY)
 
     def _base_step(self) -> None:
         self._perturber.commit()
@@ -387,11 +384,12 @@ class SAM(Wrapper):
 
     def _settings(self) -> dict[str, Any]:
         policies = {name: getattr(self, name).settings() for name in ("mask", "ascent", "schedule")}
-        own = {"base": type(self.base_optimizer).__name__, "adaptive": self.adaptive}
-        return {**own, **policies, **self._replicas.settings()}
+        base = type(self.base_optimizer).__name__
+        return {"base": base, "adaptive": self.adaptive, **policies, **self._replicas.settings()}
 
     def __repr__(self) -> str:
-        base = f"base: {type(self.base_optimizer).__name__}, {self.steps:,} steps taken"
+        adaptive = ", adaptive" if self.adaptive else ""
+        base = f"base: {type(self.base_optimizer).__name__}{adaptive}, {self.steps:,} steps taken"
         policies = f"mask: {self.mask!r}\nascent: {self.ascent!r}\nschedule: {self.schedule!r}"
         return f"{super().__repr__()}\n{base}\n{policies}"
 

@@ -13,12 +13,13 @@ from sparsam.ascents import Ascent, Memory
 from sparsam.distributed.norm import sharded_norm
 from sparsam.distributed.replicas import Replicas
 from sparsam.distributed.shards import aligned, any_dtensor, local, local_parts
+from sparsam.errors import UserRuntimeError
 from sparsam.masks.base import Mask
 from sparsam.passes import Passes
 from sparsam.perturbation import Saved, gradient_norm, perturb, restore
-from sparsam.sam.checks import check_gradients, check_mask_model, check_scale, check_sharding
+from sparsam.sam.checks import check_gradients, check_models, check_scale, check_sharding
 from sparsam.sam.mask_state import MaskState
-from sparsam.selection import Selection, copied, settle
+from sparsam.selection import Selection, copied, expand, settle
 
 
 class Perturber:
@@ -48,7 +49,7 @@ class Perturber:
         """Refuse a base that an ascent cannot work with, sharded parameters without a model, another model's mask."""
         params = [p for group in base.param_groups for p in group["params"]]
         check_sharding(self.passes.model, params)
-        check_mask_model(self.mask.mask.scope.model, params)
+        check_models(self.mask.mask.scope.model, self.passes.model, params)
         for ascent in self.ascents:
             ascent.check(base)
 
@@ -141,6 +142,12 @@ class Perturber:
         """Go back to w, bit for bit."""
         restore(self.saved)
         self.saved = []
+
+    def masks(self, params: list[Tensor]) -> list[Tensor]:
+        """Return which weights the latest step perturbed."""
+        if self.moved is None:
+            raise UserRuntimeError("there is no mask before the first step: it is made in that step")
+        return [m.clone() for m in expand(self.moved, params)]
 
     def commit(self) -> None:
         """Let the ascent keep what it remembers of a step that is taken."""

@@ -32,6 +32,11 @@ class Phase(Enum):
                 "second_step(), or give it up with restore()"
             )
 
+    def refuse_second_step(self) -> None:
+        """Refuse `second_step()` where the weights are not at w + eps."""
+        if self is not Phase.PERTURBED:
+            raise UserRuntimeError(f"second_step() needs first_step() before it, but the optimizer is {self.value}")
+
     def refuse_to_end(self, ascent: Ascent | None) -> None:
         """Refuse `step()` without closure where no step was begun that it could end."""
         if self is Phase.IDLE and ascent is not None and ascent.passes == 1:
@@ -62,6 +67,12 @@ class UsedGradients:
         grads, versions = _with_versions(params)
         known = {id(grad()): version for grad, version in zip(self._grads, self._versions, strict=True)}
         return list(map(known.get, map(id, grads))) != versions
+
+    def added_to(self, params: Iterable[Tensor]) -> bool:
+        """Tell whether one backward pass was added to these gradients. With zeros in between they change twice."""
+        known = {id(grad()): version for grad, version in zip(self._grads, self._versions, strict=True)}
+        rows = [row for row in zip(*_with_versions(params), strict=True) if id(row[0]) in known]
+        return max((version - known[id(grad)] for grad, version in rows), default=0) == 1
 
     def __getstate__(self) -> dict[str, object]:
         return {"_grads": [], "_versions": []}  # a copy has gradients of its own
