@@ -133,6 +133,13 @@ def test_report_of_some_runs(compared, tmp_path):
     assert (tmp_path / "page.html").stat().st_size > 10_000
 
 
+def test_the_page_is_named_as_it_was_given(compared, tmp_path):
+    page = tmp_path / "x[y]" / ":key:.html"
+    done = invoke("report", compared[0] / "digits-sgd-seed0", "-o", page)
+    assert done.stdout.endswith(f"\nThe page: {page}\n")
+    assert page.is_file()
+
+
 def test_a_folder_stands_for_the_runs_in_it(compared, tmp_path):
     output, _ = compared
     page = tmp_path / "page.html"

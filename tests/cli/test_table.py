@@ -79,5 +79,18 @@ def test_columns_that_do_not_fit_are_named(monkeypatch, width, whole, line):
     assert ("1.33×" in text) == (not line)
 
 
+@pytest.mark.parametrize("width", [60, 130])
+def test_brackets_and_colons_of_users_are_no_markup(monkeypatch, width):
+    out = StringIO()
+    monkeypatch.setattr("rich.get_console", lambda: Console(file=out, width=width))
+    cells = (Cell("sam [rho]", "[dim]ours[/dim]"), Cell("1 [bold]", ":key: [note]"))
+    print_table("rho [small] on :key: [/dim]", Table(("Row", "Ours [%]"), (cells,)), {"Ours [%]": "Ours [%]: [best]."})
+    lines = out.getvalue().splitlines()
+    assert lines[1] == "rho [small] on :key: [/dim]"
+    for text in ("sam [rho] ([dim]ours[/dim])", "1 [bold]", "Ours [%]", "Ours [%]: [best]."):
+        assert any(text in line for line in lines)
+    assert any(":key: [note]" in line for line in lines[2:]) == (width >= 118)
+
+
 def test_a_table_without_rows():
     assert not any(line.strip() for line in shown(80, {}))

@@ -272,6 +272,16 @@ def test_the_list_has_every_row():
     assert words.count("110.65") == 1
 
 
+def test_titles_and_folders_are_printed_as_they_were_given(tmp_path):
+    table, folder = tmp_path / "own.toml", tmp_path / "runs[old]"
+    table.write_text('[table1]\ntitle = "rho [small] on the digits"\nrows = [{ recipe = "digits-sam" }]\n')
+    folder.mkdir()
+    assert "\ntable1: rho [small] on the digits\n" in invoke("reproduce", table, "--list").stdout
+    text = invoke("reproduce", table, "--from", folder).stdout
+    assert "\ntable1: rho [small] on the digits\n" in text
+    assert text.endswith(f"\nThere is no run of table1 in {folder}.\n")
+
+
 def seconds(number, unit):
     return float(number) * {"s": 1, "min": 60, "h": 3600}[unit]
 

@@ -10,7 +10,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
+from sparsam.cli.console import plain_console
 from sparsam.cli.names import names_of, ordered
 from sparsam.cli.options import given_options
 from sparsam.errors import UserValueError
@@ -291,7 +293,7 @@ def warn_outdated(runs: Sequence[Path], results: Sequence[Mapping[str, Any]]) ->
     from sparsam.runs.results import outdated
 
     for text in filter(None, map(outdated, runs, results)):
-        Console(stderr=True, highlight=False).print(text, style="yellow", markup=False)
+        plain_console(stderr=True).print(text, style="yellow")
 
 
 def measure_missing(runs: list[Path], rho: float, samples: int, device: Any) -> None:
@@ -327,7 +329,7 @@ def check_runs(runs: list[Path], *, best: bool, output: Path | None = None) -> N
 
 def status(text: str) -> Any:
     """Show on a terminal what is being computed."""
-    return Console(stderr=True).status(text)
+    return Console(stderr=True).status(Text(text))
 
 
 def find_device(name: str | None) -> Any:

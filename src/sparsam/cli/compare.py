@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import rich
 import typer
 
 from sparsam.cli.analysis import Device, find_device, measure_missing
@@ -60,4 +59,4 @@ def compare(
         measure_missing(runs, sharpness, samples, find_device(device))
     show_runs(runs)
     page = write_report(runs, output / "report.html")
-    rich.print(f"The page with curves and masks: {page}")
+    print(f"The page with curves and masks: {page}")

@@ -11,6 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from sparsam.cli.console import plain_console
 from sparsam.runs.files import RunError
 from sparsam.runs.record import Record
 
@@ -99,7 +100,7 @@ def show(result: dict[str, Any], files: list[Path]) -> None:
             *slopes,
             f"T = {fails}" if fails else "–",
         )
-    console = Console(highlight=False)
+    console = plain_console()
     console.print(table)
     console.print(
         f"Dense is SAM. ‖∇f‖²: mean over t ≤ {result['steps']} and {result['seeds']} seed(s). % bound: the most that "

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sparsam.cli.analysis import Device, find_device
+from sparsam.cli.console import plain_console
 from sparsam.data.shapes import SHAPES, Images
 from sparsam.errors import UserValueError
 
@@ -199,7 +200,7 @@ def show(recipe: Recipe, images: Images, costs: Costs, device: torch.device, bud
         if abs(own - cost.median) > DIFFERENT:
             enough = f"the last {100 * bought(budget, cost.median):.1f} % of the steps"
             different.append(f"  {cut.name}: counted {own:.2f}, measured {cost.median:.2f}: {enough}")
-    console = Console(highlight=False)
+    console = plain_console()
     console.print(table)
     console.print(_caption(recipe, images, device, next(iter(costs.measured.values())).rounds), style="dim")
     if different:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import rich
 import typer
 
 from sparsam.cli.analysis import Device, find_device
@@ -26,7 +25,7 @@ def evaluate(
     from sparsam.training.evaluation import evaluate_run
 
     result = evaluate_run(run, best=best, device=find_device(device))
-    rich.print(
+    print(
         f"{result['weights']} weights ({result['when']}) on {result['count']} {result['evaluated_on']} images: "
         f"loss {result['loss']:.4f}, accuracy {100 * result['accuracy']:.2f} %"
     )

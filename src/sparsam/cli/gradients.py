@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from sparsam.analysis import gradient_difference
 from sparsam.analysis.run_objective import load_objective
+from sparsam.cli.console import plain_console
 from sparsam.cli.names import names_of
 from sparsam.report.gradient_figure import draw_layers, draw_runs
 from sparsam.runs.directory import RunDirectory
@@ -59,10 +58,8 @@ def show(runs: Sequence[Path], results: Sequence[dict[str, Any]], output: Path) 
     for label, result in labelled:
         layers = {name: share for name, share in result["below_zero"].items() if name}
         ends = (min(layers, key=lambda n: layers[n]), max(layers, key=lambda n: layers[n]))
-        table.add_row(
-            Text(label), f"{100 * result['below_zero']['']:.1f}", *(f"{n} {100 * layers[n]:.1f}" for n in ends)
-        )
-    console = Console(highlight=False)
+        table.add_row(label, f"{100 * result['below_zero']['']:.1f}", *(f"{n} {100 * layers[n]:.1f}" for n in ends))
+    console = plain_console()
     console.print(table)
     shown = [(label, read_method(run), result) for run, (label, result) in zip(runs, labelled, strict=True)]
     files = draw_runs(shown, output / "gradients")

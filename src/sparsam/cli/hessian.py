@@ -12,10 +12,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
-from rich.text import Text
 
 from sparsam.analysis import hessian
 from sparsam.analysis.run_objective import load_objective
+from sparsam.cli.console import plain_console
 from sparsam.cli.names import names_of
 from sparsam.errors import UserValueError
 from sparsam.report.spectrum_figure import draw_spectra
@@ -49,7 +49,7 @@ def measure(
         used = hessian.memory_needed(objective, k=top, products=products, steps=steps, memory_limit=memory)
     except UserValueError as error:
         raise UserValueError(f"{error} (k is --top, memory_limit is --memory)") from error
-    Console(stderr=True, highlight=False).print(
+    plain_console(stderr=True).print(
         f"{run.name}: {hessian.weights_of(objective):,} weights, {objective.count:,} images; at most {products} "
         f"products for eigenvalues and {probes} × {steps} for the density; {used / hessian.GIB:.2g} GiB for vectors",
         style="dim",
@@ -85,14 +85,14 @@ def measure(
 
 def show(runs: Sequence[Path], results: Sequence[dict[str, Any]], output: Path) -> None:
     """Print one row for each run and draw the figure."""
-    console = Console(highlight=False)
+    console = plain_console()
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("Run", no_wrap=True)
     for heading in ("λ1", "λ5", "λ1/λ5", "Trace", "Residuals of λ1, λ5"):
         table.add_column(heading, justify="right")
     names = names_of(runs)
     for name, result in zip(names, results, strict=True):
-        table.add_row(Text(name), *_cells(result))
+        table.add_row(name, *_cells(result))
     console.print(table)
     methods = list(map(read_method, runs))
     labels = methods if len(set(methods)) == len(methods) else names

@@ -14,10 +14,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from rich.text import Text
 
 from sparsam.analysis.landscape import Landscape, loss_landscape
 from sparsam.analysis.run_objective import load_objective
+from sparsam.cli.console import plain_console
 from sparsam.cli.names import names_of
 from sparsam.errors import UserValueError
 from sparsam.report.landscape_figure import draw_figures
@@ -113,10 +113,10 @@ def show(runs: Sequence[Path], landscapes: Sequence[Landscape], output: Path) ->
         # Numbers of a part of the grid do not compare with others.
         whole = [f"{shown.median:.4g}", f"{finite.max():.4g}"] if shown.complete and len(finite) else ["–", "–"]
         points = str(shown.finished) if shown.complete else f"{shown.finished} of {shown.losses.size}"
-        table.add_row(Text(name), f"{shown.centre:.4g}", *whole, str(shown.gaps), points)
+        table.add_row(name, f"{shown.centre:.4g}", *whole, str(shown.gaps), points)
     files = draw_figures(landscapes, output)
     page = write_landscapes(landscapes, output / f"{NAMES[landscapes[0].losses.ndim]}.html")
-    console = Console(highlight=False)
+    console = plain_console()
     console.print(table)
     figures = ", ".join(str(file) for file in files if file.suffix == ".png")
     console.print(f"Figures: {figures}, and as SVG\nThe page to turn and read off: {page}", style="dim")

@@ -6,9 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import rich
-from rich.markup import escape
-
 from sparsam.cli.analysis import earlier_results, warn_outdated
 from sparsam.runs.files import RunError
 from sparsam.runs.results import outdated, read_result, result_file
@@ -46,7 +43,7 @@ def draw_figure(
     if experiment.shows == "sparsity":
         _sparsity(results, folder)
     elif not runs:
-        rich.print(f"{experiment.name}: there is no run to draw")
+        print(f"{experiment.name}: there is no run to draw")
     elif experiment.shows == "curves":
         _curves(runs, folder)
     elif experiment.shows == "gradients":
@@ -73,7 +70,7 @@ def redraw_figure(experiment: Experiment, results: Sequence[Result], output: Pat
     measured = [[run for run in runs if result_file(run.directory, MEASURED[shows]).is_file()] for runs in of_rows]
     directories, folder = [runs[0].directory for runs in measured if runs], output / experiment.name
     if not directories:
-        rich.print(f"{experiment.name}: nothing was measured of these runs, and that needs their weights")
+        print(f"{experiment.name}: nothing was measured of these runs, and that needs their weights")
         return
     try:
         if shows == "landscape":
@@ -81,7 +78,7 @@ def redraw_figure(experiment: Experiment, results: Sequence[Result], output: Pat
         else:
             _redraw_results(shows, directories, folder)
     except RunError as error:  # other figures may still be drawn
-        rich.print(f"{experiment.name} is not drawn: {escape(str(error))}")
+        print(f"{experiment.name} is not drawn: {error}")
 
 
 def _redraw_landscape(runs: Sequence[Path], folder: Path) -> None:
@@ -105,7 +102,7 @@ def _curves(runs: Sequence[Run], folder: Path) -> None:
 
     for setup in dict.fromkeys(run.setup for run in runs):
         alike = [run.directory for run in runs if run.setup == setup]
-        rich.print(f"Curves: {write_report(alike, folder / (setup.replace(' ', '-') + '.html'))}")
+        print(f"Curves: {write_report(alike, folder / (setup.replace(' ', '-') + '.html'))}")
 
 
 def _sparsity(results: Sequence[Result], folder: Path) -> None:
@@ -116,7 +113,7 @@ def _sparsity(results: Sequence[Result], folder: Path) -> None:
         recipe, accuracy = result.recipe, result.method.accuracy if result.method else None
         title = f"{recipe.model.name} on {recipe.data.name}"
         panels.setdefault(title, []).append(Point(recipe.method, recipe.mask.sparsity, result.row.paper, accuracy))
-    rich.print(f"Figures: {', '.join(map(str, draw_sparsity(panels, folder / 'sparsity')))}")
+    print(f"Figures: {', '.join(map(str, draw_sparsity(panels, folder / 'sparsity')))}")
 
 
 def _gradients(runs: Sequence[Run], folder: Path, device: Any, samples: int) -> None:

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
+from sparsam.cli.console import plain_console
 from sparsam.errors import UserValueError
 
 METHOD = re.compile(r"-(sgd|sam|ssam)(-.*)?$")  # what follows data and network in a name
@@ -40,4 +40,4 @@ def recipes(
             table.add_row()
         for name, comment in group:
             table.add_row(name, comment)
-    Console(highlight=False).print(table)
+    plain_console().print(table)

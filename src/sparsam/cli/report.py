@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import rich
 import typer
 
 from sparsam.cli.names import with_inner
@@ -37,7 +36,7 @@ def report(
 
     runs = with_inner(run for run in runs if run.suffix != ".html")  # pages are where a shell's * finds runs
     show_runs(runs)
-    rich.print(f"The page: {write_report(runs, output, figures)}")
+    print(f"The page: {write_report(runs, output, figures)}")
 
 
 def show_runs(runs: list[Path]) -> None:

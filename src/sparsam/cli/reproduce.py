@@ -13,7 +13,7 @@ import typer
 from sparsam.cli.analysis import Device, find_device
 from sparsam.cli.options import Set, ShareStart, given_options, overrides
 from sparsam.cli.reproduce_folder import NOTES, print_other_devices, runs_in, show_folder, time_folder, write_page
-from sparsam.cli.table import print_table
+from sparsam.cli.table import print_table, print_title
 from sparsam.errors import UserRuntimeError, UserValueError
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def reproduce(
         if any(experiment.shows is not None for experiment in experiments):
             raise UserValueError("--known goes with tables: figures need the weights of all runs")
         planned, elsewhere = without_known(planned, runs_in(known, "--known"))
-        rich.print(f"{len(elsewhere)} runs are in {known} already")
+        print(f"{len(elsewhere)} runs are in {known} already")
     _check(planned, at_once if engine is Engine.local else 1, resume=resume)
     if dry_run:
         _estimate(planned, device, share_start=share_start)
@@ -170,7 +170,7 @@ def reproduce(
         print_other_devices(measure_times(experiments, finished, changes, device=place, rounds=rounds))
         _show(experiments, finished, elsewhere, changes, output, place, samples, points)
     elif not failed:
-        rich.print(f"Part {part} is trained. When all parts are, the same command without --part shows the tables.")
+        print(f"Part {part} is trained. When all parts are, the same command without --part shows the tables.")
     if failed:
         raise UserRuntimeError(
             f"{len(failed)} of {len(planned)} runs failed; the same command goes on with them\n"
@@ -223,12 +223,12 @@ def _announce(planned: Sequence[PlannedRun], *, share_start: bool) -> None:
     unfinished = [RunDirectory(path) for path in existing if not RunDirectory(path).finished]
     started = sum(run.only_started for run in unfinished)
     shared = f", {started} whose first steps another run has taken" if started else ""
-    rich.print(
+    print(
         f"{len(planned)} runs: {finished} finished, {len(unfinished) - started} to go on with{shared}, "
         f"{len(planned) - len(existing)} new"
     )
     if share_start and (count := _sharing(planned)):
-        rich.print(f"{count} of them wait for another to take their first steps (--share-start)")
+        print(f"{count} of them wait for another to take their first steps (--share-start)")
 
 
 def _sharing(planned: Sequence[PlannedRun]) -> int:
@@ -302,11 +302,11 @@ def _show(
             tables[title] = table
             print_table(title, table, NOTES, whole="the page")
         else:
-            rich.print(f"\n[bold]{title}[/bold]")
+            print_title(title)
             draw_figure(experiment, results, output, device, samples, points)
     if runs:
         page = write_report([run.directory for run in runs], output / "report.html", tables=tables)
-        rich.print(f"Tables as Markdown and CSV beside the page: {page}")
+        print(f"Tables as Markdown and CSV beside the page: {page}")
 
 
 def _list(experiments: Sequence[Experiment]) -> None:
@@ -346,6 +346,6 @@ def _estimate(planned: Sequence[PlannedRun], device: str | None, *, share_start:
     done = f"; {finished} more are finished" if finished else ""
     total = roughly(sum(e.total for e in found))
     where = "one GPU" if place.type == "cuda" else place
-    rich.print(f"{len(found)} runs, {total} on {where}, roughly: by steps measured on random images{done}")
+    print(f"{len(found)} runs, {total} on {where}, roughly: by steps measured on random images{done}")
     if share_start and (count := _sharing(waiting)):
-        rich.print(f"{count} of them take less, since another takes their first steps (--share-start)")
+        print(f"{count} of them take less, since another takes their first steps (--share-start)")

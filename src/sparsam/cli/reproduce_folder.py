@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import rich
-
 from sparsam.cli.analysis import status
 from sparsam.cli.table import print_table
 from sparsam.errors import UserValueError
@@ -42,7 +40,7 @@ def write_page(experiments: Sequence[Experiment], names: Sequence[str], folder: 
     if not tables:
         raise UserValueError("--markdown writes tables, but only figures are named")
     replace_file(file, results_page(tables, runs_in(folder), names=names, folder=folder, file=file))
-    rich.print(f"The tables: {file}")
+    print(f"The tables: {file}")
 
 
 def show_folder(experiments: Sequence[Experiment], folder: Path, changes: list[str], output: Path) -> None:
@@ -65,12 +63,12 @@ def show_folder(experiments: Sequence[Experiment], folder: Path, changes: list[s
         whole = "" if changes or experiment.shows else "--markdown"  # which takes no changes, and no figures
         print_table(experiment.heading(changes), paper_table(experiment, results), NOTES, whole)
         if experiment in missing:
-            rich.print(missing[experiment])
+            print(missing[experiment])
             continue
         if experiment.shows is not None:
             redraw_figure(experiment, results, output)
         if experiment not in changed and (others := _others(experiment, runs, changes)):
-            rich.print(others.strip())
+            print(others.strip())
 
 
 def _others(experiment: Experiment, runs: Sequence[Run], changes: list[str]) -> str:
@@ -99,4 +97,4 @@ def time_folder(experiments: Sequence[Experiment], folder: Path, changes: list[s
 def print_other_devices(devices: Iterable[str]) -> None:
     """Name the devices whose runs have no times because they are not this one."""
     for device in devices:
-        rich.print(f"No times were measured of runs that were trained on {device}, another device than this.")
+        print(f"No times were measured of runs that were trained on {device}, another device than this.")

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
+from sparsam.cli.console import plain_console
 from sparsam.cli.names import names_of
 
 SHARED = ("rho", "adaptive_rho", "ascent", "noise", "samples", "seed", "weights")  # of results side by side
@@ -35,9 +34,9 @@ def show(runs: Sequence[Path], results: Sequence[dict[str, Any]]) -> None:
     for heading in shown:
         table.add_column(heading, justify="right", no_wrap=True)
     for name, result in zip(names_of(runs), results, strict=True):
-        table.add_row(Text(name), *(_cell(result, key) for key in shown.values()))
-    console = Console(highlight=False)
-    wide = Console(highlight=False, width=max(console.width, 40 + 24 * len(shown)))  # numbers are not cut off
+        table.add_row(name, *(_cell(result, key) for key in shown.values()))
+    console = plain_console()
+    wide = plain_console(width=max(console.width, 40 + 24 * len(shown)))  # numbers are not cut off
     wide.print(table)
     first, samples = results[0], " or ".join(map(str, sorted({result["samples"] for result in results})))
     console.print(

@@ -10,6 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table as RichTable
+from rich.text import Text
 
 from sparsam.report import Table
 from sparsam.report.table import NONE
@@ -48,22 +49,23 @@ def show_table(table: Table, console: Console) -> tuple[list[str], list[str]]:
     shown = RichTable(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=tight)
     for i in columns:  # where not all fits in one line, headings are broken, numbers are not
         shown.add_column(
-            table.columns[i],
+            Text(table.columns[i]),
             justify="right" if i else "left",
             width=least[i] if tight and i else None,
             min_width=least[i],
             overflow="fold",
         )
-    below = "\n[dim]{}[/dim]" if console.width >= NOTES else ""
+    roomy = console.width >= NOTES
     for name, *others in ([row[i] for i in columns] for row in table.rows):
-        note = f" [dim]({name.note})[/dim]" if beside and name.note else ""
+        note = f" ({name.note})" if beside and name.note else ""
         first = "\n".join(_broken(name.text, room)) if len(name.text) > room else name.text
-        shown.add_row(first + note, *(c.text + (below.format(c.note) if c.note else "") for c in others))
+        numbers = (Text.assemble(c.text, (f"\n{c.note}" if c.note and roomy else "", "dim")) for c in others)
+        shown.add_row(Text.assemble(first, (note, "dim")), *numbers)
     console.print(shown)
     if not beside:
         for note in dict.fromkeys(name.note for name in names if name.note):
             those = ", ".join(name.text for name in names if name.note == note)
-            console.print(Padding(f"{those}: {note}", (0, 0, 0, 1)), style="dim")
+            console.print(Padding(Text(f"{those}: {note}", "dim"), (0, 0, 0, 1)))
     return [table.columns[i] for i in columns], [table.columns[i] for i in filled if i not in columns]
 
 
@@ -78,15 +80,20 @@ def print_table(title: str, table: Table, notes: Mapping[str, str] | None = None
     """
     console = rich.get_console()
     if title:
-        console.print(f"\n[bold]{title}[/bold]", highlight=False)
+        print_title(title)
     shown, left_out = show_table(table, console)
     texts = [note for heading, note in (notes or {}).items() if heading in shown]
     if texts:
-        console.print(" ".join(texts), style="dim", highlight=False)
+        console.print(Text(" ".join(texts), "dim"))
     if left_out:
         them, places = "it" if len(left_out) == 1 else "them", " or ".join(filter(None, ["a wider terminal", whole]))
         text = f"Left out for width: {', '.join(left_out)}; {places} shows {them}."
-        console.print(text, style="dim", highlight=False, markup=False)
+        console.print(Text(text, "dim"))
+
+
+def print_title(title: str) -> None:
+    """Print a title in bold, below an empty line."""
+    rich.get_console().print(Text(f"\n{title}", "bold"))
 
 
 def _broken(name: str, width: int) -> list[str]:
