@@ -322,12 +322,21 @@ def test_a_dry_run_counts_steps_and_trains_nothing(own, reproduced, tmp_path):
         (("table1", "--only", "sgd", "--part", "4/5"), "--part 4/5 has no run: there are 4 in all"),
         (("table1", "--part", "4/4"), "--part must be K/N with K from 0 to N - 1, such as 0/4, but is '4/4'"),
         (("table1", "--only", "sgd", "--address", "auto"), "--address goes with --engine ray"),
+        (("table1", "--only", "sgd", "--retries", 3), "--retries goes with --engine ray"),
         (("table1", "--only", "sgd", "--engine", "ray", "--share-start"), "--share-start goes with --engine local"),
         (("table1", "--known", "nowhere"), "--known must be a folder with runs, but nowhere is none"),
         (("figure1", "--known", "results"), "--known goes with tables: figures need the weights of all runs"),
         (
             ("table1", "--from", "results", "--seeds", 1, "--share-start", "--known", "results", "--no-resume"),
             "--from shows runs and trains nothing, so leave out --seeds, --share-start, --known, --no-resume",
+        ),
+        (
+            ("table1", "--from", "results", "--rounds", 30, "--device", "cpu"),
+            "--from measures nothing without --time-steps, so leave out --rounds, --device",
+        ),
+        (
+            ("table1", "--from", "results", "--markdown", "x.md", "--device", "cpu"),
+            "--from measures nothing without --time-steps, so leave out --device",
         ),
         (("--list", "--from", "results"), "--list shows all rows and trains nothing, so leave out --from"),
         (

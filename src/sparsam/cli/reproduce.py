@@ -44,6 +44,8 @@ OF_TRAINING = (  # what does not go with --from
     "samples",
     "points",
 )
+OF_TIMING = ("rounds", "device")  # what goes with --from only where it has --time-steps
+OF_RAY = ("address", "retries")  # what goes with --engine ray
 
 
 def reproduce(
@@ -125,17 +127,19 @@ def reproduce(
         raise UserValueError("reproduce needs the name of a table or a figure, such as table1; --list shows them")
     experiments = chosen(find_experiments(names or ["all"]), only or [])
     changes = overrides(settings, train__epochs=epochs)
-    if address is not None and engine is not Engine.ray:
-        raise UserValueError("--address goes with --engine ray")
+    given = given_options(context)
     if share_start and engine is not Engine.local:
         raise UserValueError("--share-start goes with --engine local: tasks of a cluster know nothing of each other")
     if timed:
         _check_timed(source, rounds, {"--list": list_rows, "--dry-run": dry_run, "--markdown": markdown is not None})
-    given = given_options(context)
     if list_rows and (others := [option for name, option in given.items() if name not in OF_LIST]):
         raise UserValueError(f"--list shows all rows and trains nothing, so leave out {', '.join(others)}")
     if source is not None and (others := [option for name, option in given.items() if name in OF_TRAINING]):
         raise UserValueError(f"--from shows runs and trains nothing, so leave out {', '.join(others)}")
+    if source is not None and not timed and (others := [option for name, option in given.items() if name in OF_TIMING]):
+        raise UserValueError(f"--from measures nothing without --time-steps, so leave out {', '.join(others)}")
+    if engine is not Engine.ray and (others := [option for name, option in given.items() if name in OF_RAY]):
+        raise UserValueError(f"{others[0]} goes with --engine ray")
     if markdown is not None and source is None:
         raise UserValueError("--markdown goes with --from")
     if markdown is not None and changes:
