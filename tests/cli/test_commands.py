@@ -247,7 +247,7 @@ def test_a_warning_is_a_plain_line_and_a_bad_cut_names_the_command_that_lists_cu
 
 
 def test_an_error_that_is_no_users_has_its_traceback(tmp_path, monkeypatch):
-    monkeypatch.setattr("sparsam.training.train", lambda *_, **__: int("bug"))
+    monkeypatch.setattr("sparsam.cli.train.train_run", lambda *_, **__: int("bug"))
     with pytest.raises(ValueError, match="invalid literal"):
         invoke("train", "digits-sam", "-o", tmp_path / "x", "--device", "cpu")
 
@@ -324,6 +324,13 @@ def test_without_its_packages_the_command_says_what_to_install(tmp_path):
         done = subprocess.run([sys.executable, "-c", code, tmp_path, *arguments], capture_output=True, text=True)
         assert done.returncode == status
         assert message in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_the_command_starts_without_large_packages():
+    large = ("matplotlib", "scipy", "sklearn", "ray", "lightning", "transformers")
+    code = f"import sys, sparsam.cli.app; print([name for name in {large} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 @real_images

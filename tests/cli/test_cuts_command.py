@@ -169,7 +169,7 @@ def test_every_round_is_measured_anew(monkeypatch):
         cost = next(found)
         return {Cut("layer2", 0.9, cost / 2): cost, Cut("head", 0.1, cost / 9): cost / 1.3}
 
-    monkeypatch.setattr("sparsam.replay.costs.cut_costs", costs)
+    monkeypatch.setattr("sparsam.cli.cuts.cut_costs", costs)
     recipe, images = cuts.load("resnet-small", batch_size=2, precision=None)
     first, second = cuts.measure(recipe, images, torch.device("cpu"), rounds=3).measured.items()
     assert (first[0].name, first[1].rounds, first[1].spread) == ("layer2", 3, pytest.approx(0.05))
@@ -234,7 +234,7 @@ def test_only_a_pass_and_too_little_memory_are_the_users(monkeypatch, raised, ex
     def costs(*arguments, **options):
         raise raised
 
-    monkeypatch.setattr("sparsam.replay.costs.cut_costs", costs)
+    monkeypatch.setattr("sparsam.cli.cuts.cut_costs", costs)
     recipe, images = cuts.load("resnet-small", batch_size=2, precision=None)
     with pytest.raises(expected, match=message):
         cuts.measure(recipe, images, torch.device("cpu"), rounds=1)

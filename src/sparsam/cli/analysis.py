@@ -8,14 +8,27 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from sparsam.analysis.run_sharpness import measure_sharpness
+from sparsam.cli import gradients as gradients_module
+from sparsam.cli import hessian as hessian_module
+from sparsam.cli import landscape as landscape_module
+from sparsam.cli import sharpness as sharpness_module
 from sparsam.cli.console import plain_console
 from sparsam.cli.names import names_of, ordered
 from sparsam.cli.options import given_options
-from sparsam.errors import UserValueError
+from sparsam.errors import UserValueError, need
+from sparsam.report.mask_figure import RunMasks, draw_masks
+from sparsam.runs.checkpoint import check_checkpoint
+from sparsam.runs.directory import RunDirectory
+from sparsam.runs.results import check_shared, outdated, read_result, result_file
+from sparsam.runs.run import read_method
+from sparsam.training.environment import default_device
+from sparsam.training.interrupt import Interrupted
 
 Runs = Annotated[list[Path], typer.Argument(help="Directories of runs, or folders that hold them.")]
 Samples = Annotated[int, typer.Option(min=1, help="Training images to measure over, the same for all runs.")]
@@ -52,9 +65,6 @@ def sharpness(
     sparsam sharpness runs/demo/*-seed0 --rho 0.1
     ```
     """
-    from sparsam.analysis.run_sharpness import measure_sharpness
-    from sparsam.cli import sharpness as module
-
     measure = partial(
         measure_sharpness,
         rho=rho,
@@ -67,8 +77,10 @@ def sharpness(
         data_root=data_root,
     )
     runs = ordered(runs)
-    results = _results("sharpness", context, runs, measure, module.SHARED, redraw=redraw, best=best, device=device)
-    module.show(runs, results)
+    results = _results(
+        "sharpness", context, runs, measure, sharpness_module.SHARED, redraw=redraw, best=best, device=device
+    )
+    sharpness_module.show(runs, results)
 
 
 def gradients(
@@ -92,13 +104,13 @@ def gradients(
     sparsam gradients runs/demo/*-seed0
     ```
     """
-    from sparsam.cli import gradients as module
-
-    measure = partial(module.measure, rho=rho, batch_size=batch_size, batches=batches, best=best, data_root=data_root)
+    measure = partial(
+        gradients_module.measure, rho=rho, batch_size=batch_size, batches=batches, best=best, data_root=data_root
+    )
     options: dict[str, Any] = {"redraw": redraw, "best": best, "device": device, "output": output}
     runs = ordered(runs)
-    results = _results("gradients", context, runs, measure, module.SHARED, **options)
-    module.show(runs, results, output)
+    results = _results("gradients", context, runs, measure, gradients_module.SHARED, **options)
+    gradients_module.show(runs, results, output)
 
 
 def masks(runs: Runs, output: Output = Path("runs/analysis")) -> None:
@@ -109,10 +121,6 @@ def masks(runs: Runs, output: Output = Path("runs/analysis")) -> None:
     sparsam masks runs/demo/*-ssam-*-seed0
     ```
     """
-    from sparsam.report.mask_figure import RunMasks, draw_masks
-    from sparsam.runs.directory import RunDirectory
-    from sparsam.runs.run import read_method
-
     runs = ordered(runs)
     found = [
         RunMasks(name, read_method(run), RunDirectory(run).metrics())
@@ -151,10 +159,8 @@ def hessian(
     sparsam hessian runs/demo/*-seed0
     ```
     """
-    from sparsam.cli import hessian as module
-
     measure = partial(
-        module.measure,
+        hessian_module.measure,
         top=top,
         products=products,
         probes=probes,
@@ -168,8 +174,8 @@ def hessian(
     )
     options: dict[str, Any] = {"redraw": redraw, "best": best, "device": device, "output": output}
     runs = ordered(runs)
-    results = _results("hessian", context, runs, measure, module.SHARED, **options)
-    module.show(runs, results, output)
+    results = _results("hessian", context, runs, measure, hessian_module.SHARED, **options)
+    hessian_module.show(runs, results, output)
 
 
 def landscape(
@@ -204,19 +210,17 @@ def landscape(
     sparsam landscape runs/demo/*-seed0 --dimensions 1 --points 101
     ```
     """
-    from sparsam.cli import landscape as module
-
     runs, checkpoints = ordered(runs), checkpoint or []
     if redraw:
         check_redraw(context, "dimensions")
-        found = [module.load(run, dimensions) for run in runs]
+        found = [landscape_module.load(run, dimensions) for run in runs]
         warn_outdated(runs, [shown.about for shown in found])
     else:
         place = find_device(device)
         check_runs(runs, best=best, output=output)
-        module.check(directions=directions, checkpoints=checkpoints)
+        landscape_module.check(directions=directions, checkpoints=checkpoints)
         found = [
-            module.measure(
+            landscape_module.measure(
                 run,
                 dimensions=dimensions,
                 points=points,
@@ -233,7 +237,7 @@ def landscape(
             )
             for run in runs
         ]
-    module.show(runs, found, output)
+    landscape_module.show(runs, found, output)
 
 
 COMMANDS = (landscape, hessian, sharpness, gradients, masks)
@@ -252,8 +256,6 @@ def _results(
     output: Path | None = None,
 ) -> list[dict[str, Any]]:
     """Measure runs one by one, or read earlier results, which must have the same settings."""
-    from sparsam.training.interrupt import Interrupted
-
     if redraw:
         check_redraw(context)
         return earlier_results(name, runs, shared)
@@ -272,8 +274,6 @@ def _results(
 
 def earlier_results(name: str, runs: Sequence[Path], shared: tuple[str, ...]) -> list[dict[str, Any]]:
     """Read results that were measured before; they must have the same settings."""
-    from sparsam.runs.results import check_shared, read_result
-
     results = [read_result(run, name) for run in runs]
     check_shared(runs, results, shared)
     warn_outdated(runs, results)
@@ -290,17 +290,12 @@ def check_redraw(context: typer.Context, *allowed: str) -> None:
 
 def warn_outdated(runs: Sequence[Path], results: Sequence[Mapping[str, Any]]) -> None:
     """Name the runs that were continued after their result was computed."""
-    from sparsam.runs.results import outdated
-
     for text in filter(None, map(outdated, runs, results)):
         plain_console(stderr=True).print(text, style="yellow")
 
 
-def measure_missing(runs: list[Path], rho: float, samples: int, device: Any) -> None:
+def measure_missing(runs: list[Path], rho: float, samples: int, device: torch.device) -> None:
     """Measure the sharpness of those runs that have no such result yet."""
-    from sparsam.analysis.run_sharpness import measure_sharpness
-    from sparsam.runs.results import outdated, read_result, result_file
-
     wanted = {"rho": rho, "ascent": 1, "samples_asked": samples, "weights": "last"}
     for run in runs:
         if result_file(run, "sharpness.json").is_file():
@@ -313,10 +308,6 @@ def measure_missing(runs: list[Path], rho: float, samples: int, device: Any) -> 
 
 def check_runs(runs: list[Path], *, best: bool, output: Path | None = None) -> None:
     """Refuse at once what would fail only after some of the runs are measured."""
-    from sparsam.errors import need
-    from sparsam.runs.checkpoint import check_checkpoint
-    from sparsam.runs.directory import RunDirectory
-
     if output is not None:
         need("matplotlib", "figures", extra="analysis")
         if output.exists() and not output.is_dir():
@@ -332,12 +323,8 @@ def status(text: str) -> Any:
     return Console(stderr=True).status(Text(text))
 
 
-def find_device(name: str | None) -> Any:
+def find_device(name: str | None) -> torch.device:
     """Return a device by its name. The default is a GPU if there is one."""
-    import torch
-
-    from sparsam.training.environment import default_device
-
     if name is None:
         return default_device()
     here = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]

@@ -21,6 +21,7 @@ from sparsam.cli.reproduce import reproduce
 from sparsam.cli.train import train
 from sparsam.errors import UserError, UserRuntimeError
 from sparsam.training.interrupt import Interrupted
+from sparsam.training.ranks import launched_processes
 
 IN_FULL = "the second pass is computed in full"  # how a warning of replay begins
 
@@ -62,8 +63,6 @@ def options(
     ] = False,
 ) -> None:
     """Sparse SAM for PyTorch: train, compare and look at sharpness-aware minimization."""
-    from sparsam.training.ranks import launched_processes
-
     if launched_processes() > 1 and context.invoked_subcommand != "train":
         raise UserRuntimeError("only `sparsam train` runs on several processes; start this one without torchrun")
 

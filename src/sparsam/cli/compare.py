@@ -10,6 +10,9 @@ import typer
 from sparsam.cli.analysis import Device, find_device, measure_missing
 from sparsam.cli.options import MaxSteps, Set, ShareStart, overrides
 from sparsam.cli.report import show_runs
+from sparsam.report import write_report
+from sparsam.training.comparison import compare_recipes
+from sparsam.training.progress import LogProgress, suitable_progress
 
 
 def compare(
@@ -40,10 +43,6 @@ def compare(
     sparsam compare digits-sgd digits-sam digits-ssam-f --seeds 3
     ```
     """
-    from sparsam.report import write_report
-    from sparsam.training.comparison import compare_recipes
-    from sparsam.training.progress import LogProgress, suitable_progress
-
     runs = compare_recipes(
         recipes,
         seeds,

@@ -11,8 +11,13 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from sparsam.analysis.convergence import measure_all
+from sparsam.analysis.problems import PROBLEMS
+from sparsam.cli.analysis import check_redraw
 from sparsam.cli.console import plain_console
-from sparsam.runs.files import RunError
+from sparsam.errors import need
+from sparsam.report.convergence_figure import draw
+from sparsam.runs.files import RunError, replace_file
 from sparsam.runs.record import Record
 
 SPARSITIES = (0.5, 0.8, 0.95)
@@ -46,10 +51,6 @@ def convergence(
     sparsam convergence --redraw
     ```
     """
-    from sparsam.cli.analysis import check_redraw
-    from sparsam.errors import need
-    from sparsam.report.convergence_figure import draw
-
     need("matplotlib", "figures", extra="analysis")  # not only after the runs
     if redraw:
         check_redraw(context)
@@ -62,10 +63,6 @@ def convergence(
 
 def measure(output: Path, problems: list[str] | None, sparsities: list[float] | None, **options: Any) -> dict[str, Any]:
     """Run everything and keep the numbers in OUTPUT/convergence.json."""
-    from sparsam.analysis.convergence import measure_all
-    from sparsam.analysis.problems import PROBLEMS
-    from sparsam.runs.files import replace_file
-
     console = Console(stderr=True)
     with console.status("Running ...") as status:
         result = measure_all(problems or list(PROBLEMS), sparsities or SPARSITIES, progress=status.update, **options)

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple
 
+import torch
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
+from torch.optim import Optimizer
 
+from sparsam.ascents import FriendlyAscent
 from sparsam.cli.analysis import Device, find_device
 from sparsam.cli.console import plain_console
 from sparsam.data.shapes import SHAPES, Images
 from sparsam.errors import UserValueError
+from sparsam.replay import Counts, Cut
+from sparsam.replay.costs import Direction, cut_costs
+from sparsam.replay.counting import count_costs
+from sparsam.replay.cuts import PASSES, WARM_UP
+from sparsam.runs.build import build_loss, build_network
+from sparsam.runs.config import BASE_METHODS
+from sparsam.runs.library import packaged_recipes
+from sparsam.runs.recipe import Recipe, load_recipe, recipe_from
+from sparsam.step_cost import StepRatio
+from sparsam.thrifty import BUDGET, FRIENDLY, bought, check_budget, choose
+from sparsam.training.build import build_base
+from sparsam.training.environment import processor
+from sparsam.training.step import autocast, is_captured
+from sparsam.training.trainer import prepare_torch
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
-    from torch import Tensor
-    from torch.optim import Optimizer
-
-    from sparsam.replay import Counts, Cut
-    from sparsam.replay.costs import Direction
-    from sparsam.runs.recipe import Recipe
-    from sparsam.step_cost import StepRatio
-
-BUDGET = 1.15  # thrifty's default
 DIFFERENT = 0.1  # base steps between what is counted and what is measured: so much is worth a remark
 MANY_STEPS = 1_000_000  # how long a training is does not matter here
 
@@ -65,8 +71,6 @@ def cuts(
     sparsam cuts cifar10-wrn28-10-sam --batch-size 32
     ```
     """
-    from sparsam.thrifty import check_budget
-
     check_budget(budget)
     recipe, images = load(
         model, batch_size=batch_size, precision=precision, size=image_size, classes=classes, channels=channels
@@ -86,9 +90,6 @@ def load(model: str, *, batch_size: int | None, precision: str | None, **shape: 
         precision: None: the recipe's.
         shape: Fields of :class:`Images`; None: those of the recipe's data.
     """
-    from sparsam.runs.library import packaged_recipes
-    from sparsam.runs.recipe import load_recipe, recipe_from
-
     if model.endswith(".toml") or model in packaged_recipes():
         given = {"data.batch_size": batch_size, "train.precision": precision}
         recipe = load_recipe(model, [f"{key}={value}" for key, value in given.items() if value is not None])
@@ -104,15 +105,6 @@ def load(model: str, *, batch_size: int | None, precision: str | None, **shape: 
 
 def measure(recipe: Recipe, images: Images, device: torch.device, rounds: int) -> Costs:
     """Measure, in some rounds, and count what a step of F-SAM costs from each cut of a recipe's network."""
-    import torch
-
-    from sparsam.replay.costs import cut_costs
-    from sparsam.replay.counting import count_costs
-    from sparsam.runs.build import build_loss, build_network
-    from sparsam.training.build import build_base
-    from sparsam.training.step import autocast, is_captured
-    from sparsam.training.trainer import prepare_torch
-
     prepare_torch(recipe, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # whose events take the time
@@ -152,18 +144,12 @@ def measure(recipe: Recipe, images: Images, device: torch.device, rounds: int) -
 
 def _ratios(rounds: Sequence[dict[Cut, float]]) -> dict[Cut, StepRatio]:
     """Return the costs of several rounds. Their cuts have the same names, but other times."""
-    from sparsam.step_cost import StepRatio
-
     named = [{cut.name: cost for cut, cost in costs.items()} for costs in rounds]
     return {cut: StepRatio.of([costs[cut.name] for costs in named]) for cut in rounds[0]}
 
 
 def _friendly(base: Optimizer) -> Direction:
     """Return what F-SAM makes of gradients, with all that it does in a step."""
-    import torch
-
-    from sparsam.ascents import FriendlyAscent
-
     ascent, memory = FriendlyAscent(), {}  # type: ignore[var-annotated]
 
     def direction(params: Sequence[Tensor], grads: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -176,9 +162,6 @@ def _friendly(base: Optimizer) -> Direction:
 
 def show(recipe: Recipe, images: Images, costs: Costs, device: torch.device, budget: float) -> None:
     """Print the cuts, how they were measured, what a budget buys, and how to use it."""
-    from sparsam.runs.config import BASE_METHODS
-    from sparsam.thrifty import FRIENDLY, bought, choose
-
     if not costs.measured:
         raise UserValueError(f"{recipe.model.name} has no cut: nothing of a step could be left out")
     choice = choose(costs.counts, total_steps=MANY_STEPS, budget=budget)
@@ -224,13 +207,6 @@ def show(recipe: Recipe, images: Images, costs: Costs, device: torch.device, bud
 
 
 def _caption(recipe: Recipe, images: Images, device: torch.device, rounds: int) -> str:
-    import torch
-
-    from sparsam.replay.cuts import PASSES, WARM_UP
-    from sparsam.runs.config import BASE_METHODS
-    from sparsam.training.environment import processor
-    from sparsam.training.step import is_captured
-
     threads = torch.get_num_threads()
     where = f"{processor()}, {threads} thread{'' if threads == 1 else 's'}" if device.type == "cpu" else device.type
     if device.type == "cuda":

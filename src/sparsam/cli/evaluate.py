@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from sparsam.cli.analysis import Device, find_device
+from sparsam.training.evaluation import evaluate_run
 
 
 def evaluate(
@@ -22,8 +23,6 @@ def evaluate(
     sparsam evaluate runs/digits-sam-seed0
     ```
     """
-    from sparsam.training.evaluation import evaluate_run
-
     result = evaluate_run(run, best=best, device=find_device(device))
     print(
         f"{result['weights']} weights ({result['when']}) on {result['count']} {result['evaluated_on']} images: "

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from sparsam.cli import gradients, hessian, landscape
 from sparsam.cli.analysis import earlier_results, warn_outdated
+from sparsam.report import write_report
+from sparsam.report.sparsity_figure import Point, draw_sparsity
+from sparsam.reproduce.comparison import Result
+from sparsam.reproduce.experiments import Experiment
 from sparsam.runs.files import RunError
 from sparsam.runs.results import outdated, read_result, result_file
-
-if TYPE_CHECKING:
-    from sparsam.reproduce.comparison import Result
-    from sparsam.reproduce.experiments import Experiment
-    from sparsam.runs.run import Run
-
+from sparsam.runs.run import Run
 
 MEASURED = {"gradients": "gradients.json", "hessian": "hessian.json", "landscape": "landscape.npz"}
 """The file of a run that a figure is drawn from; other figures need its metrics only."""
@@ -82,32 +82,24 @@ def redraw_figure(experiment: Experiment, results: Sequence[Result], output: Pat
 
 
 def _redraw_landscape(runs: Sequence[Path], folder: Path) -> None:
-    from sparsam.cli import landscape
-
     found = [landscape.load(run, 2) for run in runs]
     warn_outdated(runs, [shown.about for shown in found])
     landscape.show(runs, found, folder)
 
 
 def _redraw_results(shows: str, runs: Sequence[Path], folder: Path) -> None:
-    from sparsam.cli import gradients, hessian
-
     command: Any = gradients if shows == "gradients" else hessian
     command.show(runs, earlier_results(shows, runs, command.SHARED), folder)
 
 
 def _curves(runs: Sequence[Run], folder: Path) -> None:
     """Write a page with curves for each network and data set."""
-    from sparsam.report import write_report
-
     for setup in dict.fromkeys(run.setup for run in runs):
         alike = [run.directory for run in runs if run.setup == setup]
         print(f"Curves: {write_report(alike, folder / (setup.replace(' ', '-') + '.html'))}")
 
 
 def _sparsity(results: Sequence[Result], folder: Path) -> None:
-    from sparsam.report.sparsity_figure import Point, draw_sparsity
-
     panels: dict[str, list[Point]] = {}
     for result in results:
         recipe, accuracy = result.recipe, result.method.accuracy if result.method else None
@@ -117,8 +109,6 @@ def _sparsity(results: Sequence[Result], folder: Path) -> None:
 
 
 def _gradients(runs: Sequence[Run], folder: Path, device: Any, samples: int) -> None:
-    from sparsam.cli import gradients
-
     size = min(128, samples)
     batches = max(1, min(8, samples // size))
 
@@ -132,8 +122,6 @@ def _gradients(runs: Sequence[Run], folder: Path, device: Any, samples: int) -> 
 
 
 def _hessian(runs: Sequence[Run], folder: Path, device: Any, samples: int) -> None:
-    from sparsam.cli import hessian
-
     settings: dict[str, Any] = {"top": 5, "products": 100, "probes": 3, "steps": 60, "precision": "fp32", "memory": 4.0}
 
     def measure(run: Run) -> dict[str, Any]:
@@ -144,8 +132,6 @@ def _hessian(runs: Sequence[Run], folder: Path, device: Any, samples: int) -> No
 
 
 def _landscape(runs: Sequence[Run], folder: Path, device: Any, samples: int, points: int) -> None:
-    from sparsam.cli import landscape
-
     asked: dict[str, Any] = {"points": points, "seed": 0, "precision": "bf16" if device.type == "cuda" else "fp32"}
     found = []
     for run in runs:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from sparsam.cli.console import plain_console
 from sparsam.errors import UserValueError
+from sparsam.runs.library import packaged_recipes
 
 METHOD = re.compile(r"-(sgd|sam|ssam)(-.*)?$")  # what follows data and network in a name
 
@@ -27,8 +28,6 @@ def recipes(
     sparsam recipes digits
     ```
     """
-    from sparsam.runs.library import packaged_recipes
-
     found = [item for item in packaged_recipes().items() if text.lower() in " ".join(item).lower()]
     if not found:
         raise UserValueError(f"no recipe has {text!r} in its name or description; `sparsam recipes` lists all")

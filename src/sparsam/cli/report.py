@@ -9,6 +9,8 @@ import typer
 
 from sparsam.cli.names import with_inner
 from sparsam.cli.table import print_table
+from sparsam.report import collect, summary_table, write_report
+from sparsam.report.table import column_notes
 
 
 def report(
@@ -32,8 +34,6 @@ def report(
     sparsam report runs/compare/*-seed* -o page.html
     ```
     """
-    from sparsam.report import write_report
-
     runs = with_inner(run for run in runs if run.suffix != ".html")  # pages are where a shell's * finds runs
     show_runs(runs)
     print(f"The page: {write_report(runs, output, figures)}")
@@ -41,8 +41,5 @@ def report(
 
 def show_runs(runs: list[Path]) -> None:
     """Print the table of runs, and how to read it."""
-    from sparsam.report import collect, summary_table
-    from sparsam.report.table import column_notes
-
     table = summary_table(collect(runs))
     print_table("", table, column_notes(table), whole="the page")

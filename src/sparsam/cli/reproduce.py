@@ -5,21 +5,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import rich
 import typer
 
 from sparsam.cli.analysis import Device, find_device
 from sparsam.cli.options import Set, ShareStart, given_options, overrides
+from sparsam.cli.paper_figures import draw_figure
 from sparsam.cli.reproduce_folder import NOTES, print_other_devices, runs_in, show_folder, time_folder, write_page
 from sparsam.cli.table import print_table, print_title
 from sparsam.errors import UserRuntimeError, UserValueError
-
-if TYPE_CHECKING:
-    from sparsam.reproduce.experiments import Experiment
-    from sparsam.runs.run import Run
-    from sparsam.training.planned import PlannedRun
+from sparsam.report import write_report
+from sparsam.report.table import NONE, Cell, Table
+from sparsam.report.text import markdown as markdown_table
+from sparsam.reproduce.comparison import compare
+from sparsam.reproduce.cost import estimate, roughly
+from sparsam.reproduce.experiments import Experiment, chosen, find_experiments
+from sparsam.reproduce.plan import part_of, plan_runs, without_known
+from sparsam.reproduce.ray_engine import train_with_ray
+from sparsam.reproduce.table import FLOPS, comma_separated, fisher_heading, paper_table, reference_heading
+from sparsam.reproduce.times import measure_times
+from sparsam.runs.directory import RunDirectory
+from sparsam.runs.files import replace_file
+from sparsam.runs.run import Run, read_run
+from sparsam.training.interrupt import Interrupted
+from sparsam.training.planned import PlannedRun, check_planned
+from sparsam.training.progress import LogProgress, suitable_progress
+from sparsam.training.shared_start import SharedStart
+from sparsam.training.turns import train_runs
 
 
 class Engine(StrEnum):
@@ -118,11 +132,6 @@ def reproduce(
     sparsam reproduce table9 --epochs 30 --engine ray --address auto
     ```
     """
-    from sparsam.reproduce.experiments import chosen, find_experiments
-    from sparsam.reproduce.plan import part_of, plan_runs, without_known
-    from sparsam.reproduce.times import measure_times
-    from sparsam.runs.directory import RunDirectory
-
     if not names and not list_rows:
         raise UserValueError("reproduce needs the name of a table or a figure, such as table1; --list shows them")
     experiments = chosen(find_experiments(names or ["all"]), only or [])
@@ -207,9 +216,6 @@ def _grouped(failed: Sequence[str]) -> list[str]:
 
 def _check(planned: Sequence[PlannedRun], at_once: int, *, resume: bool) -> None:
     """Refuse what cannot be trained."""
-    from sparsam.runs.directory import RunDirectory
-    from sparsam.training.planned import check_planned
-
     check_planned(planned, at_once)
     existing = [run.path for run in planned if RunDirectory(run.path).exists]
     if existing and not resume:
@@ -220,8 +226,6 @@ def _check(planned: Sequence[PlannedRun], at_once: int, *, resume: bool) -> None
 
 def _announce(planned: Sequence[PlannedRun], *, share_start: bool) -> None:
     """Say what there is to do."""
-    from sparsam.runs.directory import RunDirectory
-
     existing = [run.path for run in planned if RunDirectory(run.path).exists]
     finished = sum(RunDirectory(path).finished for path in existing)
     unfinished = [RunDirectory(path) for path in existing if not RunDirectory(path).finished]
@@ -237,9 +241,6 @@ def _announce(planned: Sequence[PlannedRun], *, share_start: bool) -> None:
 
 def _sharing(planned: Sequence[PlannedRun]) -> int:
     """Return how many runs begin with steps that another one takes."""
-    from sparsam.runs.directory import RunDirectory
-    from sparsam.training.shared_start import SharedStart
-
     return SharedStart([run for run in planned if not RunDirectory(run.path).finished]).count
 
 
@@ -254,11 +255,6 @@ def _train(
     share_start: bool,
 ) -> list[str]:
     """Train; return which runs failed, and why."""
-    from sparsam.reproduce.ray_engine import train_with_ray
-    from sparsam.training.interrupt import Interrupted
-    from sparsam.training.progress import LogProgress, suitable_progress
-    from sparsam.training.turns import train_runs
-
     if engine is Engine.ray:
         return train_with_ray(planned, device=device, at_once=at_once, address=address, retries=retries)
     progress = LogProgress if at_once > 1 else suitable_progress
@@ -286,21 +282,13 @@ def _show(
     points: int,
 ) -> None:
     """Print the tables, draw the figures, and write both."""
-    from sparsam.cli.paper_figures import draw_figure
-    from sparsam.report import write_report
-    from sparsam.report.text import markdown
-    from sparsam.reproduce.comparison import compare
-    from sparsam.reproduce.table import comma_separated, paper_table
-    from sparsam.runs.files import replace_file
-    from sparsam.runs.run import read_run
-
     runs = [*(read_run(run.path) for run in finished), *elsewhere]
     tables = {}
     for experiment in experiments:
         results = compare(experiment, runs, changes)
         title, name = experiment.heading(changes), experiment.name + experiment.rows[0].suffix(changes)
         table = paper_table(experiment, results)
-        replace_file(output / f"{name}.md", f"{title}\n\n{markdown(table)}\n")
+        replace_file(output / f"{name}.md", f"{title}\n\n{markdown_table(table)}\n")
         replace_file(output / f"{name}.csv", comma_separated(results))
         if experiment.shows is None:
             tables[title] = table
@@ -314,9 +302,6 @@ def _show(
 
 
 def _list(experiments: Sequence[Experiment]) -> None:
-    from sparsam.report.table import NONE, Cell, Table
-    from sparsam.reproduce.table import FLOPS, fisher_heading, reference_heading
-
     for experiment in experiments:
         rows = tuple(
             (
@@ -332,10 +317,6 @@ def _list(experiments: Sequence[Experiment]) -> None:
 
 
 def _estimate(planned: Sequence[PlannedRun], device: str | None, *, share_start: bool) -> None:
-    from sparsam.report.table import Cell, Table
-    from sparsam.reproduce.cost import estimate, roughly
-    from sparsam.runs.directory import RunDirectory
-
     place = find_device(device)
     waiting = [run for run in planned if not RunDirectory(run.path).finished]
     with rich.get_console().status("measuring steps of each network"):

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sparsam.cli.analysis import status
+from sparsam.cli.paper_figures import redraw_figure
 from sparsam.cli.table import print_table
 from sparsam.errors import UserValueError
-from sparsam.reproduce.table import FLOPS, PAPER
-
-if TYPE_CHECKING:
-    from sparsam.reproduce.experiments import Experiment
-    from sparsam.runs.run import Run
-
+from sparsam.reproduce.comparison import EPOCHS, compare, find_runs, other_epochs
+from sparsam.reproduce.document import results_page
+from sparsam.reproduce.experiments import Experiment
+from sparsam.reproduce.table import FLOPS, PAPER, paper_table
+from sparsam.reproduce.times import measure_times, runs_to_time
+from sparsam.runs.files import replace_file
+from sparsam.runs.run import Run
 
 NOTES = {  # what columns mean
     PAPER: "Paper: the highest accuracy of all epochs. Ours: that of the last.",
@@ -24,8 +26,6 @@ NOTES = {  # what columns mean
 
 def runs_in(folder: Path, option: str = "--from") -> list[Run]:
     """Read the finished runs in a folder that an option names."""
-    from sparsam.reproduce.comparison import find_runs
-
     if not folder.is_dir():
         raise UserValueError(f"{option} must be a folder with runs, but {folder} is none")
     return find_runs(folder)
@@ -33,9 +33,6 @@ def runs_in(folder: Path, option: str = "--from") -> list[Run]:
 
 def write_page(experiments: Sequence[Experiment], names: Sequence[str], folder: Path, file: Path) -> None:
     """Write the tables from the runs in a folder to one page."""
-    from sparsam.reproduce.document import results_page
-    from sparsam.runs.files import replace_file
-
     tables = [experiment for experiment in experiments if experiment.shows is None]
     if not tables:
         raise UserValueError("--markdown writes tables, but only figures are named")
@@ -45,10 +42,6 @@ def write_page(experiments: Sequence[Experiment], names: Sequence[str], folder: 
 
 def show_folder(experiments: Sequence[Experiment], folder: Path, changes: list[str], output: Path) -> None:
     """Print the tables from the runs in a folder, and draw the figures from what was measured of them."""
-    from sparsam.cli.paper_figures import redraw_figure
-    from sparsam.reproduce.comparison import compare
-    from sparsam.reproduce.table import paper_table
-
     runs = runs_in(folder)
     found = {experiment: compare(experiment, runs, changes) for experiment in experiments}
     missing = {
@@ -73,8 +66,6 @@ def show_folder(experiments: Sequence[Experiment], folder: Path, changes: list[s
 
 def _others(experiment: Experiment, runs: Sequence[Run], changes: list[str]) -> str:
     """Say how runs of other numbers of epochs are shown, if there are any."""
-    from sparsam.reproduce.comparison import EPOCHS, other_epochs
-
     found = sorted(other_epochs(experiment, runs, changes))
     if not found:
         return ""
@@ -86,8 +77,6 @@ def _others(experiment: Experiment, runs: Sequence[Run], changes: list[str]) -> 
 
 def time_folder(experiments: Sequence[Experiment], folder: Path, changes: list[str], device: Any, rounds: int) -> None:
     """Measure the times that the runs in a folder lack, and write them into their summaries."""
-    from sparsam.reproduce.times import measure_times, runs_to_time
-
     planned = runs_to_time(experiments, runs_in(folder), changes)
     with status(f"{len(planned)} runs: times"):
         others = measure_times(experiments, planned, changes, device=device, rounds=rounds)

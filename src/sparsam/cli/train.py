@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from sparsam.cli.analysis import Device, find_device
 from sparsam.cli.options import MaxSteps, Set, overrides
 from sparsam.errors import UserValueError
-
-if TYPE_CHECKING:
-    from sparsam.runs.directory import RunDirectory
+from sparsam.runs.directory import RunDirectory
+from sparsam.training import load_recipe
+from sparsam.training import resume as resume_run
+from sparsam.training import train as train_run
+from sparsam.training.progress import Progress, length_of, suitable_progress
+from sparsam.training.ranks import Ranks, joined, run_directory
 
 
 def train(
@@ -43,8 +46,6 @@ def train(
     gets a line of JSON for each epoch on stderr. `torchrun --nproc-per-node 2 -m sparsam train RECIPE` trains on two
     processes, each on a half of every batch.
     """
-    from sparsam.training.ranks import joined
-
     with joined(partial(find_device, device)) as own_device:
         _train(recipe, settings, model, max_steps, output, resume, own_device)
 
@@ -58,12 +59,6 @@ def _train(
     resume: Path | None,
     device: Any,
 ) -> None:
-    from sparsam.training import load_recipe
-    from sparsam.training import resume as resume_run
-    from sparsam.training import train as train_run
-    from sparsam.training.progress import Progress, suitable_progress
-    from sparsam.training.ranks import Ranks, run_directory
-
     first = Ranks().first
     progress = suitable_progress() if first else Progress()
     if recipe is not None and resume is not None:
@@ -88,16 +83,12 @@ def _train(
 
 
 def _early_end(run: RunDirectory) -> str:
-    from sparsam.training.progress import length_of
-
     summary, steps = run.summary(), run.recipe().train.max_steps
     ended = steps is not None and summary.get("steps") == steps
     return f": it ended after {length_of(summary, steps)}, its train.max_steps" if ended else ""
 
 
 def _accuracy(summary: dict[str, Any], max_steps: int | None) -> str:
-    from sparsam.training.progress import length_of
-
     last, best = (f"{100 * summary[key]:.2f} %" for key in ("test_accuracy", "best_accuracy"))
     peak = f" (best: {best}, epoch {summary['best_epoch']})" if summary["epochs"] > 1 else ""
     images = f"{last} of the {summary['evaluated_on']} images"
