@@ -177,6 +177,21 @@ def test_every_round_is_measured_anew(monkeypatch):
     assert (second[0].name, second[1].median) == ("head", pytest.approx(1.4 / 1.3))
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_where_steps_are_captured_the_devices_own_time_counts(monkeypatch, captured):
+    clocks = []
+
+    def costs(*arguments, clock, **options):
+        clocks.append((clock.device, clock.device_time))
+        return {Cut("layer2", 0.9, 0.5): 1.3}
+
+    monkeypatch.setattr("sparsam.cli.cuts.is_captured", lambda recipe, device: captured)
+    monkeypatch.setattr("sparsam.cli.cuts.cut_costs", costs)
+    recipe, images = cuts.load("resnet-small", batch_size=2, precision=None)
+    cuts.measure(recipe, images, torch.device("cpu"), rounds=2)
+    assert clocks == [(torch.device("cpu"), captured)] * 2
+
+
 def test_the_example_has_the_recipes_optimizer_and_the_marked_cut(capsys, tmp_path):
     file = tmp_path / "own.toml"
     file.write_text('[optimizer]\nname = "adamw"\n[mask]\nname = "suffix"\ncut = "head"\n')

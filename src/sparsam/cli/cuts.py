@@ -19,6 +19,7 @@ from sparsam.cli.console import plain_console
 from sparsam.data.shapes import SHAPES, Images
 from sparsam.errors import UserValueError
 from sparsam.replay import Counts, Cut
+from sparsam.replay.clock import Clock
 from sparsam.replay.costs import Direction, cut_costs
 from sparsam.replay.counting import count_costs
 from sparsam.replay.cuts import PASSES, WARM_UP
@@ -127,11 +128,11 @@ def measure(recipe: Recipe, images: Images, device: torch.device, rounds: int) -
     except RuntimeError as error:  # what torch says of images too small for a network, and of too little memory
         raise UserValueError(f"{recipe.model.name} could not take {_batch(recipe, images)}: {error}") from error
     base = build_base(recipe, network, captured=False)
-    captured, adaptive = is_captured(recipe, device), recipe.sam.adaptive
+    clock = Clock(device, device_time=is_captured(recipe, device))
     try:
         counts, direction = count_costs(network, x), _friendly(base)
         found = [
-            cut_costs(network, closure, base, device_time=captured, adaptive=adaptive, direction=direction)
+            cut_costs(network, closure, base, adaptive=recipe.sam.adaptive, direction=direction, clock=clock)
             for _ in range(rounds)
         ]
         return Costs(_ratios(found), counts)

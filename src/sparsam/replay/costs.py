@@ -26,7 +26,6 @@ def cut_costs(
     closure: Callable[[], Any],
     base: Optimizer,
     *,
-    device_time: bool = False,
     adaptive: bool = False,
     direction: Direction | None = None,
     clock: Clock | None = None,
@@ -46,13 +45,12 @@ def cut_costs(
         model: The network.
         closure: One pass, as for an optimizer; it is called several times.
         base: The base optimizer. Its step is timed on a copy.
-        device_time: See :func:`sparsam.find_cuts`.
         adaptive: Whether the perturbation is ASAM's, which takes longer.
         direction: What an ascent makes of parameters and gradients, its time included; None: the gradients.
-        clock: What to take the time with; None: a clock of the model's device.
+        clock: See :func:`sparsam.find_cuts`.
     """
     params = [p for group in base.param_groups for p in group["params"]]
-    clock = clock or Clock(params[0].device, device_time)
+    clock = clock or Clock(params[0].device)
     cuts = find_cuts(model, closure, clock=clock)
     if not cuts:
         return {}

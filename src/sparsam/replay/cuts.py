@@ -52,7 +52,6 @@ def find_cuts(
     run: Callable[[], Any],
     *,
     passes: int = PASSES,
-    device_time: bool = False,
     clock: Clock | None = None,
 ) -> list[Cut]:
     """Find where a model can be cut, earliest first, and measure how much of a pass follows each cut.
@@ -64,8 +63,8 @@ def find_cuts(
         model: The network.
         run: One pass: forward and backward, like an optimizer's closure. It may return the loss.
         passes: How many passes to time (the median counts), after two to warm up; 0: do not measure.
-        device_time: On a GPU, measure what a captured step will take, not how fast Python can launch it.
-        clock: What to take the time with; None: a clock of the model's device.
+        clock: What to take the time with; None: a clock of the model's device. One with `device_time` measures what a
+            captured step will take, not how fast Python can launch it.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> x = torch.ones(3, 4)
@@ -82,7 +81,7 @@ def find_cuts(
     total = weight_count(places.pop(""))
     steps: dict[str, float] = {}
     if passes and places:
-        clock = clock or Clock(next(p.device for p in model.parameters()), device_time)
+        clock = clock or Clock(next(p.device for p in model.parameters()))
         measured = []
         for i in range(WARM_UP + passes):
             with preserve_state(model):
