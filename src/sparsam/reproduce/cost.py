@@ -103,8 +103,6 @@ def step_seconds(recipe: Recipe, ascent: Ascent | None, device: torch.device) ->
     step, clock = TrainingStep(recipe, model, opt, device), Clock(device)
     x = torch.randn(used, images.channels, images.size, images.size, device=device)
     y = torch.randint(images.classes, (used,), device=device)
-    if recipe.train.channels_last:
-        x = x.to(memory_format=torch.channels_last)
     warm_up, steps = (CPU_WARM_UP, CPU_STEPS) if device.type == "cpu" else (WARM_UP, STEPS)
     for _ in range(warm_up):
         step(x, y)
