@@ -72,7 +72,8 @@ def test_lists_the_cuts_with_their_weights():
         assert buys == f"{100 * min(1, 0.15 / (costs[name] - 1)):.1f}"
     assert [row[0] for row in table if row[6]] == [choose(counts, total_steps=10**6).cut]
     words = " ".join(text.split())
-    assert "Measured on resnet18: median of 3 timed passes" in words
+    assert "Measured on resnet18, warmed up. The share of a pass after a cut is the median of 3; the times of" in words
+    assert "a pass, an optimizer step and a perturbation are each the shortest of 5. 2 random images" in words
     assert "2 random images of 3×16×16, 10 classes, fp32" in words
     assert f"torch {torch.__version__}" in words
     assert "×: cost of a step relative to one SGD step" in words
@@ -121,7 +122,7 @@ def test_a_budget_in_percent_gives_a_warning(capsys):
 def test_lines_fit_and_columns_say_whose_costs_they_have(width):
     text = invoke("cuts", "resnet-small", *SMALL, "--rounds", 2, width=width).stdout
     words = " ".join(text.split())
-    assert "median of 2 rounds ± half of the range between the quartiles; in a round the median of 3 timed" in words
+    assert "median of 2 rounds ± half of the range between the quartiles. The share of a pass" in words
     assert all(re.fullmatch(r"\d\.\d\d ± \d\.\d\d", row[4]) for row in rows(text))
     assert max(map(len, text.splitlines())) <= width
     assert re.search(r"^ +Weights +SAM, × +F-SAM, × +F-SAM, × +1\.15 buys, *$", text, re.M)

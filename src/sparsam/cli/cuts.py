@@ -20,9 +20,9 @@ from sparsam.data.shapes import SHAPES, Images
 from sparsam.errors import UserValueError
 from sparsam.replay import Counts, Cut
 from sparsam.replay.clock import Clock
-from sparsam.replay.costs import Direction, cut_costs
+from sparsam.replay.costs import TIMINGS, Direction, cut_costs
 from sparsam.replay.counting import count_costs
-from sparsam.replay.cuts import PASSES, WARM_UP
+from sparsam.replay.cuts import PASSES
 from sparsam.runs.build import build_loss, build_network
 from sparsam.runs.config import BASE_METHODS
 from sparsam.runs.library import packaged_recipes
@@ -58,7 +58,7 @@ def cuts(
     budget: Annotated[
         float, typer.Option(help="What a training may cost, relative to that of the base optimizer alone.")
     ] = BUDGET,
-    rounds: Annotated[int, typer.Option(min=1, help="How often to measure; the median counts.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="How often to measure; the median counts.")] = 3,
     precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; default: fp32, or the recipe's.")] = None,
     device: Device = None,
 ) -> None:
@@ -107,8 +107,6 @@ def load(model: str, *, batch_size: int | None, precision: str | None, **shape: 
 def measure(recipe: Recipe, images: Images, device: torch.device, rounds: int) -> Costs:
     """Measure, in some rounds, and count what a step of F-SAM costs from each cut of a recipe's network."""
     prepare_torch(recipe, device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # whose events take the time
     network = build_network(recipe, images.classes, images.channels, device)
     layout = torch.channels_last if recipe.train.channels_last else torch.contiguous_format
     x = torch.randn(recipe.data.batch_size, images.channels, images.size, images.size, device=device)
@@ -213,10 +211,11 @@ def _caption(recipe: Recipe, images: Images, device: torch.device, rounds: int) 
     if device.type == "cuda":
         how = "the GPU's own time, as in a CUDA graph" if is_captured(recipe, device) else "launched from Python"
         where = f"{torch.cuda.get_device_name(device)} ({how})"
-    median = f"median of {rounds} rounds ± half of the range between the quartiles; in a round the " * (rounds > 1)
+    median = f": median of {rounds} rounds ± half of the range between the quartiles" if rounds > 1 else ""
     return (
-        f"Measured on {recipe.model.name}: {median}median of {PASSES} timed passes, forward and backward, after "
-        f"{WARM_UP} to warm up; {_batch(recipe, images)}, {images.classes} classes, {recipe.train.precision}; {where}; "
+        f"Measured on {recipe.model.name}, warmed up{median}. The share of a pass after a cut is the median of "
+        f"{PASSES}; the times of a pass, an optimizer step and a perturbation are each the shortest of {TIMINGS}. "
+        f"{_batch(recipe, images)}, {images.classes} classes, {recipe.train.precision}; {where}; "
         f"torch {torch.__version__}.\n"
         f"×: cost of a step relative to one {BASE_METHODS[recipe.optimizer.name]} step: 1 + what follows the cut + the "
         f"perturbation. F-SAM (Friendly SAM) is how thrifty SAM perturbs; it keeps a mean of gradients."
