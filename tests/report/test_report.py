@@ -268,7 +268,24 @@ def test_further_numbers_become_columns(tmp_path):
     ]
     table = summary_table(collect(runs))
     assert table.columns[-2:] == ("Sharpness", "λ max")
-    assert [[cell.text for cell in cells[-2:]] for cells in table.rows] == [["–", "–"], ["0.5 ± 0.35", "12"]]
+    assert [[cell.text for cell in cells[-2:]] for cells in table.rows] == [
+        ["–", "–"],
+        ["0.5 ± 0.35", "12 (1 of 2 seeds)"],
+    ]
+
+
+def test_sharpness_of_some_seeds_says_of_how_many(tmp_path):
+    sam, sgd = [make_run(tmp_path, "sam", seed) for seed in range(3)], make_run(tmp_path)
+    for run, rise in ((sam[0], 0.25), (sam[2], 0.75), (sgd, 1.5)):
+        measured = {"rho": 0.1, "samples": 64, "worst_case": rise, "lambda1": 10 * rise if run is sam[0] else None}
+        (run / "analysis").mkdir()
+        (run / "analysis" / "sharpness.json").write_text(json.dumps(measured))
+    methods = collect([*sam, sgd])
+    shown = row(methods, "SAM")
+    assert shown["Seeds"][0] == "3"
+    assert shown["Loss rise, ρ = 0.1"][0] == f"0.5 ± {np.std([0.25, 0.75], ddof=1):.2g} (2 of 3 seeds)"
+    assert shown["λ1"][0] == "2.5 (1 of 3 seeds)"
+    assert [row(methods, "SGD")[column][0] for column in ("Loss rise, ρ = 0.1", "λ1")] == ["1.5", "–"]
 
 
 def test_density_is_the_mean_over_seeds(tmp_path):

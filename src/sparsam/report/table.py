@@ -99,8 +99,15 @@ def _row(method: Method, methods: Sequence[Method], further: Sequence[str]) -> t
         Cell(duration(seconds.mean) if seconds else NONE),
         Cell(_values(method.weight_decay)),
         Cell(_values(method.rho), ", ".join(method.other_radii)),
-        *(Cell(spread(method.extra.get(label), 1, ".4g", ".2g")) for label in further),
+        *(Cell(_further(method, label)) for label in further),
     )
+
+
+def _further(method: Method, label: str) -> str:
+    """Return a further number of a method, and of how many seeds it is if some lack it."""
+    found, seeds = method.extra.get(label), len(method.counted)
+    some = f" ({found.n} of {seeds} seeds)" if found and found.n < seeds else ""
+    return spread(found, 1, ".4g", ".2g") + some
 
 
 def _step_cell(method: Method) -> Cell:
