@@ -9,12 +9,14 @@ from statistics import fmean
 
 import numpy as np
 import pytest
+from commands import invoke
 from html_elements import Elements
 from report_runs import EPOCHS, HOSTILE, LAYERS, METHODS, accuracies, hostile_run, make_run, make_runs, metric, row
 
 from sparsam.errors import UserValueError
 from sparsam.report import collect, summary_table, write_report
 from sparsam.report.styles import styles
+from sparsam.runs.directory import directories_in
 from sparsam.runs.files import RunError
 from sparsam.runs.run import read_run
 
@@ -389,6 +391,25 @@ def test_errors_about_directories(tmp_path):
     run = make_run(tmp_path)
     with pytest.raises(UserValueError, match=r"page\.html cannot be written"):
         write_report([run], run / "recipe.json" / "page.html")
+
+
+def test_a_folder_stands_for_all_runs_in_it(tmp_path):
+    """Those in sub-folders too, also beside runs; what lies within a run is none."""
+    folder, deeper, elsewhere = tmp_path / "runs", tmp_path / "runs" / "deep" / "deeper", tmp_path / "elsewhere"
+    for place in (deeper, elsewhere):
+        place.mkdir(parents=True)
+    first = make_run(folder, "sam")
+    make_run(first, "sam", 1)
+    others = [make_run(deeper, "sam", 2), make_run(deeper)]
+    (folder / "linked").symlink_to(make_run(elsewhere, "sam", 3))
+    (folder / "circle").symlink_to(folder)
+    assert directories_in(folder) == sorted([first, *others, folder / "linked"])
+    assert directories_in(first) == [first]
+    assert directories_in(tmp_path / "nowhere") == []
+    invoke("report", folder, "-o", tmp_path / "page.html")
+    page = Elements((tmp_path / "page.html").read_text(encoding="utf-8"))
+    methods = {method["label"]: [run["seed"] for run in method["runs"]] for method in embedded(page)["methods"]}
+    assert methods == {"SGD": [0], "SAM": [0, 2, 3]}
 
 
 # The page as text

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from sparsam.report.styles import place
-from sparsam.runs.directory import RunDirectory
+from sparsam.runs.directory import RunDirectory, directories_in
 from sparsam.runs.run import read_method
 
 
@@ -24,14 +24,8 @@ def names_of(runs: Sequence[Path]) -> list[str]:
 
 
 def with_inner(runs: Iterable[Path]) -> list[Path]:
-    """Return runs, each once, and in place of a folder that is no run the runs in it, if it has any."""
-    return list({path.resolve(): path for run in runs for path in _inner(run) or [run]}.values())
-
-
-def _inner(folder: Path) -> list[Path]:
-    if RunDirectory(folder).exists or not folder.is_dir():
-        return []
-    return sorted(path for path in folder.iterdir() if RunDirectory(path).exists)
+    """Return runs, each once, and in place of a folder that is no run those in it, at any depth, if it has any."""
+    return list({path.resolve(): path for run in runs for path in directories_in(run) or [run]}.values())
 
 
 def ordered(runs: Iterable[Path]) -> list[Path]:

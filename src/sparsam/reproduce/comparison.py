@@ -11,6 +11,7 @@ from sparsam.errors import need
 from sparsam.report.collect import group_runs
 from sparsam.report.method import Method, Statistic
 from sparsam.reproduce.experiments import Experiment, Row
+from sparsam.runs.directory import RunDirectory, directories_in
 from sparsam.runs.recipe import Recipe
 from sparsam.runs.run import Run, read_run
 from sparsam.runs.same import INCIDENTAL, different_settings
@@ -98,8 +99,7 @@ class Result:
 
 def find_runs(folder: Path) -> list[Run]:
     """Read all finished runs in a folder and its sub-folders."""
-    directories = sorted(file.parent for file in folder.rglob("recipe.json"))
-    return [read_run(path) for path in directories if (path / "summary.json").is_file()]
+    return [read_run(path) for path in directories_in(folder) if RunDirectory(path).finished]
 
 
 def compare(experiment: Experiment, runs: Sequence[Run], overrides: Iterable[str] = ()) -> list[Result]:

@@ -13,6 +13,7 @@ tensorboard/        events, if the recipe asks for them
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -187,3 +188,18 @@ class RunDirectory:
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
         replace_file(self.path / name, json.dumps(content, indent=2) + "\n")
+
+
+def directories_in(folder: str | Path) -> list[Path]:
+    """Return the runs in a folder at any depth, by path; the folder itself if it is one.
+
+    A link to a run is a run. Other links are not followed.
+    """
+    if RunDirectory(folder).exists:
+        return [Path(folder)]
+    found: list[Path] = []
+    for place, names, _ in os.walk(folder):
+        runs = [name for name in names if RunDirectory(Path(place, name)).exists]
+        found += [Path(place, name) for name in runs]
+        names[:] = [name for name in names if name not in runs]  # what lies within a run belongs to it
+    return sorted(found)
