@@ -39,16 +39,16 @@ def summaries(output, name):
 def test_compare_prints_the_runs_numbers(compared):
     output, text = compared
     for name, method, flops in [
-        ("digits-sgd", "SGD", "1.00×"),
-        ("digits-sam", "SAM", "2.00×"),
-        ("digits-ssam-f", "SSAM-F", "1.65×"),
-        ("digits-ssam-d", "SSAM-D", "1.65×"),
-        ("digits-thrifty", "Thrifty", "1.20×"),  # 5 of 24 steps; their two passes perturb 93.8 % of the weights
+        ("digits-sgd", "SGD", ["1.00×"]),
+        ("digits-sam", "SAM", ["2.00×"]),
+        ("digits-ssam-f", "SSAM-F", ["1.65×"]),
+        ("digits-ssam-d", "SSAM-D", ["1.65×"]),
+        ("digits-thrifty", "Thrifty", []),  # the formula does not know cuts
     ]:
         accuracies = [100 * s["test_accuracy"] for s in summaries(output, name)]
         line = next(line for line in text.splitlines() if line.split()[:1] == [method])
         assert f"{fmean(accuracies):.2f} ± {stdev(accuracies):.2f}" in line
-        assert flops in line
+        assert re.findall(r"\d\.\d\d×(?! ±)", line) == flops  # those with ± are times
         ratios = [s["step_ratio"] for s in summaries(output, name)]
         assert ratios[0] == ratios[1]  # timed once for all seeds
         spread = (ratios[0]["high"] - ratios[0]["low"]) / 2

@@ -290,6 +290,13 @@ def test_sharpness_of_some_seeds_says_of_how_many(tmp_path):
     assert [row(methods, "SGD")[column][0] for column in ("Loss rise, ρ = 0.1", "λ1")] == ["1.5", "–"]
 
 
+@pytest.mark.parametrize(("sam", "shown"), [(True, "–"), (False, "1.65×")])
+def test_methods_with_a_cut_have_no_theoretical_flops(tmp_path, sam, shown):
+    """The formula counts what a cut saves as if it were computed. Without SAM there is nothing to cut."""
+    cut = {"mask.name": "suffix", "mask.cut": "layer3", "sam.enabled": sam}
+    assert row(collect([make_run(tmp_path, "ssam-f", recipe=cut)]), "SSAM-F")["FLOPs (theory)"] == (shown, "")
+
+
 def test_density_is_the_mean_over_seeds(tmp_path):
     sgd, sam, sparse = collect(make_runs(tmp_path))
     assert sgd.density() is None

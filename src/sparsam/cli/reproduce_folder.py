@@ -20,7 +20,7 @@ from sparsam.runs.run import Run
 
 NOTES = {  # what columns mean
     PAPER: "Paper: the highest accuracy of all epochs. Ours: that of the last.",
-    FLOPS: "FLOPs: by the paper's formula, which does not know that nothing before a cut is computed twice.",
+    FLOPS: "FLOPs: by the paper's formula, which is not for rows with a cut.",
 }
 
 

@@ -23,14 +23,13 @@ runs of {found} of {total} rows. `sparsam reproduce {table} --only ROW` trains o
 OF_PAPER = """
 Mi et al., "Make Sharpness-Aware Minimization Stronger: A Sparsified Perturbation Approach", NeurIPS 2022. The paper has
 the highest accuracy of all epochs on the test images; ours is that of the last epoch, as mean ± sample standard
-deviation over n seeds. FLOPs are theoretical, by the paper's formula, which does not know that SSAM-C and thrifty SAM
-compute nothing before a cut twice. Time is measured. Rows marked "ours" are not in the paper. A + after a commit: the
-run was made with changes to it.
+deviation over n seeds. FLOPs are theoretical, by the paper's formula, which is not for SSAM-C and thrifty SAM. Time is
+measured. Rows marked "ours" are not in the paper. A + after a commit: the run was made with changes to it.
 """
 OF_OWN = """
 Accuracies are those of the last epoch, as mean ± sample standard deviation over n seeds. References are numbers from
-the table's file. FLOPs are theoretical: they do not know that SSAM-C and thrifty SAM compute nothing before a cut
-twice. Time is measured. A + after a commit: the run was made with changes to it.
+the table's file. FLOPs are theoretical, by a formula that is not for SSAM-C and thrifty SAM. Time is measured. A +
+after a commit: the run was made with changes to it.
 """
 
 
