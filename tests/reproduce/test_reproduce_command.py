@@ -140,7 +140,7 @@ def test_it_is_written_as_markdown_and_on_the_page(reproduced):
     output, _ = reproduced
     title = "table1: Digits (scaled down: train.epochs 2 instead of 15)"
     text, page = (output / "table1-epochs2.md").read_text(), (output / "report.html").read_text()
-    assert text.startswith(title)
+    assert text.startswith(f"# {title}\n\n| Row |")
     assert "| Row | Reference, % | Ours, % | n |" in text
     assert title in page
     rows = [
@@ -448,7 +448,8 @@ def test_the_accuracy_of_validation_images_is_not_set_against_the_papers(tmp_pat
     assert validation["difference"] == ""
     assert float(validation["ours"]) > 0
     texts = [(tmp_path / f"t-{name}.md").read_text() for name in ("epochs1", "validation200-epochs1")]
-    assert [text.partition(" (")[0] for text in texts] == ["t", "t"]
+    assert [text.partition(" (")[0] for text in texts] == ["# t", "# t"]
+    assert ["| Difference |" in text for text in texts] == [True, False]
     assert ["| Ours, % |" in text for text in texts] == [True, False]
     assert "| Ours (validation), % |" in texts[1]
 

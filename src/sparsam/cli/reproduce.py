@@ -13,18 +13,25 @@ import typer
 from sparsam.cli.analysis import Device, find_device
 from sparsam.cli.options import Set, ShareStart, given_options, overrides
 from sparsam.cli.paper_figures import draw_figure
-from sparsam.cli.reproduce_folder import NOTES, print_other_devices, runs_in, show_folder, time_folder, write_page
+from sparsam.cli.reproduce_folder import print_other_devices, runs_in, show_folder, time_folder, write_page
 from sparsam.cli.table import print_table, print_title
 from sparsam.errors import UserRuntimeError, UserValueError
 from sparsam.report import write_report
 from sparsam.report.table import NONE, Cell, Table
-from sparsam.report.text import markdown as markdown_table
 from sparsam.reproduce.comparison import compare
 from sparsam.reproduce.cost import estimate, roughly
+from sparsam.reproduce.document import table_page
 from sparsam.reproduce.experiments import Experiment, chosen, find_experiments
 from sparsam.reproduce.plan import part_of, plan_runs, without_known
 from sparsam.reproduce.ray_engine import train_with_ray
-from sparsam.reproduce.table import FLOPS, comma_separated, fisher_heading, paper_table, reference_heading
+from sparsam.reproduce.table import (
+    FLOPS,
+    column_notes,
+    comma_separated,
+    fisher_heading,
+    paper_table,
+    reference_heading,
+)
 from sparsam.reproduce.times import measure_times
 from sparsam.runs.directory import RunDirectory
 from sparsam.runs.files import replace_file
@@ -288,11 +295,11 @@ def _show(
         results = compare(experiment, runs, changes)
         title, name = experiment.heading(changes), experiment.name + experiment.rows[0].suffix(changes)
         table = paper_table(experiment, results)
-        replace_file(output / f"{name}.md", f"{title}\n\n{markdown_table(table)}\n")
+        replace_file(output / f"{name}.md", table_page(title, table))
         replace_file(output / f"{name}.csv", comma_separated(results))
         if experiment.shows is None:
             tables[title] = table
-            print_table(title, table, NOTES, whole="the page")
+            print_table(title, table, column_notes(table), whole="the page")
         else:
             print_title(title)
             draw_figure(experiment, results, output, device, samples, points)

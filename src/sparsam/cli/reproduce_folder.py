@@ -13,15 +13,10 @@ from sparsam.errors import UserValueError
 from sparsam.reproduce.comparison import EPOCHS, compare, find_runs, other_epochs
 from sparsam.reproduce.document import results_page
 from sparsam.reproduce.experiments import Experiment
-from sparsam.reproduce.table import FLOPS, PAPER, paper_table
+from sparsam.reproduce.table import column_notes, paper_table
 from sparsam.reproduce.times import measure_times, runs_to_time
 from sparsam.runs.files import replace_file
 from sparsam.runs.run import Run
-
-NOTES = {  # what columns mean
-    PAPER: "Paper: the highest accuracy of all epochs. Ours: that of the last.",
-    FLOPS: "FLOPs: by the paper's formula, which is not for rows with a cut.",
-}
 
 
 def runs_in(folder: Path, option: str = "--from") -> list[Run]:
@@ -54,7 +49,8 @@ def show_folder(experiments: Sequence[Experiment], folder: Path, changes: list[s
         raise UserValueError("\n".join(missing.values()).replace("There is", f"with {' '.join(changes)} there is"))
     for experiment, results in found.items():
         whole = "" if changes or experiment.shows else "--markdown"  # which takes no changes, and no figures
-        print_table(experiment.heading(changes), paper_table(experiment, results), NOTES, whole)
+        table = paper_table(experiment, results)
+        print_table(experiment.heading(changes), table, column_notes(table), whole)
         if experiment in missing:
             print(missing[experiment])
             continue

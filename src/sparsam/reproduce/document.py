@@ -6,10 +6,11 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from sparsam.report.table import Table
 from sparsam.report.text import markdown
 from sparsam.reproduce.comparison import Result, compare, other_epochs
 from sparsam.reproduce.experiments import Experiment
-from sparsam.reproduce.table import FISHER_SECONDS, paper_table
+from sparsam.reproduce.table import FISHER_SECONDS, column_notes, paper_table
 from sparsam.runs.run import Run
 
 WIDTH = 120  # of a line
@@ -23,13 +24,14 @@ runs of {found} of {total} rows. `sparsam reproduce {table} --only ROW` trains o
 OF_PAPER = """
 Mi et al., "Make Sharpness-Aware Minimization Stronger: A Sparsified Perturbation Approach", NeurIPS 2022. The paper has
 the highest accuracy of all epochs on the test images; ours is that of the last epoch, as mean ± sample standard
-deviation over n seeds. FLOPs are theoretical, by the paper's formula, which is not for SSAM-C and thrifty SAM. Time is
-measured. Rows marked "ours" are not in the paper. A + after a commit: the run was made with changes to it.
+deviation over n seeds. FLOPs are theoretical, by the paper's formula, which is not for SSAM-C and thrifty SAM. Times
+are measured; tables without any have no column for them. Rows marked "ours" are not in the paper. A + after a commit:
+the run was made with changes to it.
 """
 OF_OWN = """
 Accuracies are those of the last epoch, as mean ± sample standard deviation over n seeds. References are numbers from
-the table's file. FLOPs are theoretical, by a formula that is not for SSAM-C and thrifty SAM. Time is measured. A +
-after a commit: the run was made with changes to it.
+the table's file. FLOPs are theoretical, by a formula that is not for SSAM-C and thrifty SAM. Times are measured.
+A + after a commit: the run was made with changes to it.
 """
 
 
@@ -59,6 +61,11 @@ def results_page(
     )
     words = OF_PAPER if of_paper else OF_OWN
     return "\n".join([head + words, *(_section(table, runs, folder) for table in tables)])
+
+
+def table_page(title: str, table: Table) -> str:
+    """Return one table as a page of its own, with what a reader must know below it."""
+    return f"# {title}\n\n{markdown(table)}\n\n{_filled(' '.join(column_notes(table).values()))}\n"
 
 
 def _section(experiment: Experiment, runs: Sequence[Run], folder: Path) -> str:
@@ -102,7 +109,11 @@ def _made_on(results: Sequence[Result]) -> Iterator[str]:
     if times:
         torch, commit = (_distinct(about.get(key) for about in times) for key in ("torch", "git"))
         facts.append(f"times: torch {torch}, commit {commit}")
-    yield textwrap.fill(f"Made on: {'; '.join(facts)}.", WIDTH, break_long_words=False, break_on_hyphens=False)
+    yield _filled(f"Made on: {'; '.join(facts)}.")
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def _distinct(texts: Iterable[str | None]) -> str:

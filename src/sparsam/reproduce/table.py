@@ -10,21 +10,44 @@ from sparsam.report.table import NONE, Cell, Table, spread, step_ratio, times
 from sparsam.reproduce.comparison import Result
 from sparsam.reproduce.experiments import Experiment
 
-PAPER, REFERENCE, FLOPS = "Paper, %", "Reference, %", "FLOPs (theory)"  # headings
+PAPER, REFERENCE, FLOPS, TIME = "Paper, %", "Reference, %", "FLOPs (theory)", "Time × SGD"  # headings
+INTERVAL = "(95 % interval)"  # how the heading of a difference from another row ends
 FISHER_SECONDS = "Fisher information, s"  # the label of a run's further number
 
 
 def paper_table(experiment: Experiment, results: Sequence[Result]) -> Table:
-    """Return one row for each result. Those that the paper lacks are marked in its own tables, if it has any."""
+    """Return one row for each result. Those that the paper lacks are marked in its own tables, if it has any.
+
+    Empty columns are left out, but not those of our accuracies.
+    """
     printed = experiment.of_paper and any(result.row.paper is not None for result in results)
     timed = any(result.row.seconds is not None for result in results)
     fisher = (fisher_heading(experiment), "Fisher, ours") if timed else ()
-    set_against = any(result.other for result in results)
-    against = (f"Minus {experiment.against.name} (95 % interval)",) if experiment.against and set_against else ()
-    reference, ours = reference_heading(experiment), _ours(results)
-    columns = ("Row", reference, ours, "n", *against, "Difference", FLOPS, "Time × SGD", *fisher)
-    rows = (_row(result, printed=printed, timed=timed, against=bool(against)) for result in results)
-    return Table(columns, tuple(rows))
+    against = (f"Minus {experiment.against.name} {INTERVAL}",) if experiment.against else ()
+    always = ("Row", _ours(results), "n")
+    columns = ("Row", reference_heading(experiment), *always[1:], *against, "Difference", FLOPS, TIME, *fisher)
+    rows = [_row(result, printed=printed, timed=timed, against=bool(against)) for result in results]
+    kept = [i for i, heading in enumerate(columns) if heading in always or any(row[i].text != NONE for row in rows)]
+    return Table(tuple(columns[i] for i in kept), tuple(tuple(row[i] for i in kept) for row in rows))
+
+
+def column_notes(table: Table) -> dict[str, str]:
+    """Return what a reader of the table must know, by the heading that it is about."""
+    notes = {}
+    for i, heading in enumerate(table.columns):
+        varies = any(" ± " in row[i].text for row in table.rows)
+        if heading == PAPER:
+            notes[heading] = "Paper: the highest accuracy of all epochs."
+        elif heading.startswith("Ours"):
+            spread = ", mean ± standard deviation over n seeds" if varies else ""
+            notes[heading] = f"Ours: the accuracy of the last epoch{spread}."
+        elif heading.endswith(INTERVAL) and any("(" in row[i].text for row in table.rows):
+            notes[heading] = "Interval: holds the true difference with 95 % confidence, by Welch's t-test."
+        elif heading == FLOPS:
+            notes[heading] = "FLOPs: by the paper's formula, which is not for rows with a cut."
+        elif heading == TIME and varies:
+            notes[heading] = "Time: of a step, ± half of the range between the quartiles."
+    return notes
 
 
 def reference_heading(experiment: Experiment) -> str:
