@@ -434,6 +434,36 @@ def test_known_runs_are_not_trained_again_and_stand_in_the_table(tmp_path):
     assert "4 runs are in" in again.stdout
 
 
+def test_only_says_what_is_trained_and_the_table_keeps_the_runs_that_are_there(tmp_path):
+    own = tmp_path / "own.toml"
+    rows = ("{ recipe = 'digits-sgd' }", "{ recipe = 'digits-thrifty' }", "{ recipe = 'digits-sam' }")
+    own.write_text(f"[t]\nagainst = 'digits-sgd'\nrows = [{', '.join(rows)}]\n")
+    arguments = ("reproduce", own, "--set", "train.max_steps=1", "--rounds", 0, *QUICK[:4], "-o", tmp_path)
+
+    def shown():
+        text = (tmp_path / "t-max_steps1.csv").read_text()
+        return {row["row"]: (row["n"], row["ours"]) for row in csv.DictReader(text.splitlines())}
+
+    def expected(name, seeds):
+        return str(seeds), f"{fmean(accuracy(tmp_path, f'{name}-max_steps1', seeds)):.6g}"
+
+    invoke(*arguments, "--only", "digits-sgd", "--seeds", 2)
+    assert shown() == {"digits-sgd": expected("digits-sgd", 2)}  # rows that have no run are left out
+    done = invoke(*arguments, "--only", "digits-sam")
+    assert "1 runs: 0 finished, 0 to go on with, 1 new" in done.stdout
+    both = {"digits-sgd": expected("digits-sgd", 2), "digits-sam": expected("digits-sam", 1)}
+    assert shown() == both
+    assert list(shown()) == ["digits-sgd", "digits-sam"]  # in the table's order
+    page = (tmp_path / "report.html").read_text()
+    assert all(f"<span>{name}</span>" in page for name in both)
+    assert "<span>digits-thrifty</span>" not in page
+    file = tmp_path / "digits-sgd-max_steps1-seed1" / "recipe.json"  # a run that is not of the row any more
+    recipe = json.loads(file.read_text())
+    file.write_text(json.dumps({**recipe, "optimizer": {**recipe["optimizer"], "lr": 0.3}}))
+    invoke(*arguments, "--only", "digits-sam")
+    assert shown() == {**both, "digits-sgd": expected("digits-sgd", 1)}
+
+
 def test_the_accuracy_of_validation_images_is_not_set_against_the_papers(tmp_path):
     file = tmp_path / "own.toml"
     file.write_text("[t]\nrows = [{ recipe = 'digits-sgd', paper = 50.0 }]\n")

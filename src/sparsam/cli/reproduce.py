@@ -21,6 +21,7 @@ from sparsam.report.table import NONE, Cell, Table
 from sparsam.reproduce.comparison import compare
 from sparsam.reproduce.cost import estimate, roughly
 from sparsam.reproduce.document import table_page
+from sparsam.reproduce.earlier import read_finished, with_earlier_rows
 from sparsam.reproduce.experiments import Experiment, chosen, find_experiments
 from sparsam.reproduce.plan import part_of, plan_runs, without_known
 from sparsam.reproduce.ray_engine import train_with_ray
@@ -35,7 +36,7 @@ from sparsam.reproduce.table import (
 from sparsam.reproduce.times import measure_times
 from sparsam.runs.directory import RunDirectory
 from sparsam.runs.files import replace_file
-from sparsam.runs.run import Run, read_run
+from sparsam.runs.run import Run
 from sparsam.training.interrupt import Interrupted
 from sparsam.training.planned import PlannedRun, check_planned
 from sparsam.training.progress import LogProgress, suitable_progress
@@ -188,7 +189,7 @@ def reproduce(
         finished = [run for run in planned if RunDirectory(run.path).finished]
         place = find_device(None if engine is Engine.ray else device)
         print_other_devices(measure_times(experiments, finished, changes, device=place, rounds=rounds))
-        _show(experiments, finished, elsewhere, changes, output, place, samples, points)
+        _show(experiments, elsewhere, changes, output, place, samples, points)
     elif not failed:
         print(f"Part {part} is trained. When all parts are, the same command without --part shows the tables.")
     if failed:
@@ -280,7 +281,6 @@ def _train(
 
 def _show(
     experiments: Sequence[Experiment],
-    finished: Sequence[PlannedRun],
     elsewhere: Sequence[Run],
     changes: list[str],
     output: Path,
@@ -289,10 +289,11 @@ def _show(
     points: int,
 ) -> None:
     """Print the tables, draw the figures, and write both."""
-    runs = [*(read_run(run.path) for run in finished), *elsewhere]
+    whole = [with_earlier_rows(experiment, output, changes) for experiment in experiments]
+    runs = [*read_finished(whole, output, changes), *elsewhere]
     tables = {}
-    for experiment in experiments:
-        results = compare(experiment, runs, changes)
+    for experiment, all_rows in zip(experiments, whole, strict=True):
+        results = compare(all_rows, runs, changes)
         title, name = experiment.heading(changes), experiment.name + experiment.rows[0].suffix(changes)
         table = paper_table(experiment, results)
         replace_file(output / f"{name}.md", table_page(title, table))

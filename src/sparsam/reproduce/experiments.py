@@ -96,6 +96,8 @@ class Experiment:
     """The row that all others are set against."""
     of_paper: bool = False
     """Whether it is the paper's; else it is from a file of one's own."""
+    whole: tuple[Row, ...] = ()
+    """All rows, where :func:`chosen` has kept some of them."""
 
     def heading(self, overrides: Iterable[str] = ()) -> str:
         """Return the name and the title, and what overrides make different from the paper."""
@@ -202,7 +204,7 @@ def chosen(experiments: Sequence[Experiment], only: Sequence[str]) -> list[Exper
     for experiment in experiments:
         rows = tuple(row for row in experiment.rows if any(fnmatch(row.name, text) for text in patterns))
         if rows:
-            kept.append(replace(experiment, rows=rows))
+            kept.append(replace(experiment, rows=rows, whole=experiment.rows))
     if not kept:
         raise RecipeError(f"--only {' '.join(only)} leaves no row; --list shows their names")
     return kept
