@@ -314,6 +314,20 @@ def test_autograd_sees_that_weights_have_changed(path, dtype):
             loss.backward()
 
 
+@pytest.mark.parametrize(
+    ("shape", "own", "other", "copies"), [((4, 2, 1, 1), (2, 1, 2, 2), (2, 1, 1, 1), 1), ((4, 2), (2, 1), (1, 4), 2)]
+)
+def test_a_gpu_copies_a_direction_only_if_it_lies_otherwise_in_memory(shape, own, other, copies):
+    """Sums leave other strides where a dimension has one entry, as that of a 1×1 convolution in channels_last."""
+    w, d = torch.arange(8.0).as_strided(shape, own), torch.ones(8).as_strided(shape, other)
+    counted = patch.object(sparsam.perturbation, "_flat_copies", wraps=sparsam.perturbation._flat_copies)
+    with taking("device"), counted as flat_copies:
+        goal = w + 1
+        perturb([w], [d], [True], [math.sqrt(8)])
+        torch.testing.assert_close(w, goal)
+        assert flat_copies.call_count == copies  # of the weights; and of the direction
+
+
 @every_path
 def test_a_direction_may_have_another_dtype(path):
     with taking(path) as device:

@@ -116,7 +116,7 @@ def blended(targets: Sequence[Tensor], sources: Sequence[Tensor], weight: Tensor
         if _is_on_host(old[0]):
             if not where:
                 continue
-            views = [torch.lerp(t, s.to(t.dtype), share) for t, s in zip(old, new, strict=True)]
+            views = list(torch._foreach_lerp(old, converted(new, old), share.item()))
         elif _can_be_fused(old, new) and _have_same_strides(old, new):
             views = _flat_copies(old, share.dtype)[1]
             _fused_add(views, new, share, ~where, decay=1.0)
@@ -131,13 +131,13 @@ def blended(targets: Sequence[Tensor], sources: Sequence[Tensor], weight: Tensor
 
 def converted(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
     """Return tensors in the dtypes of others: the same ones where they have those already."""
-    result = list(tensors)
-    for indices in _buckets((t.dtype, other, i) for i, (t, other) in enumerate(zip(tensors, like, strict=True))):
-        if tensors[indices[0]].dtype != like[indices[0]].dtype:
-            bucket = [tensors[i] for i in indices]
-            views = _flat_copies(bucket, like[indices[0]].dtype, like=[like[i] for i in indices])[1]
-            for i, view in zip(indices, views, strict=True):
-                result[i] = view
+    result, pairs = list(tensors), zip(tensors, like, strict=True)
+    others = [(t.dtype, other, i) for i, (t, other) in enumerate(pairs) if t.dtype != other.dtype]
+    for indices in _buckets(others):
+        bucket = [tensors[i] for i in indices]
+        views = _flat_copies(bucket, like[indices[0]].dtype, like=[like[i] for i in indices])[1]
+        for i, view in zip(indices, views, strict=True):
+            result[i] = view
     return result
 
 
@@ -224,10 +224,9 @@ def _add_on_device(w: list[Tensor], d: list[Tensor], m: list[Tensor | bool], sca
             torch._foreach_mul_(eps, factors)
             torch._foreach_mul_(eps, factors)
         if masked:  # selected, because 0 * inf is NaN; and w + (-0.0) is w bit for bit, also for w = -0.0
-            flat = torch.where(_flat_mask(m, w, flat), flat, -0.0 * scale)
+            torch.where(_flat_mask(m, w, flat), flat, -0.0 * scale, out=flat)
         if not fused:
-            flat = flat.mul_(scale).masked_fill_(leave, -0.0).to(w[0].dtype)
-        eps = _views(flat, w)
+            eps = _views(flat.mul_(scale).masked_fill_(leave, -0.0).to(w[0].dtype), w)
     if fused:
         _fused_add(w, eps, scale, leave)
     else:
@@ -243,7 +242,10 @@ def _can_be_fused(w: list[Tensor], d: list[Tensor]) -> bool:
 
 
 def _have_same_strides(some: list[Tensor], others: list[Tensor]) -> bool:
-    return [t.stride() for t in some] == [t.stride() for t in others]
+    """Tell whether tensors lie in memory alike. Where a dimension has one entry its stride does not matter."""
+    rows = [(a.shape, a.stride(), b.stride()) for a, b in zip(some, others, strict=True)]
+    differ = [row for row in rows if row[1] != row[2]]
+    return all(n == 1 or s == t for row in differ for n, s, t in zip(*row, strict=True))
 
 
 def _fused_add(w: list[Tensor], d: list[Tensor], scale: Tensor, leave: Tensor, decay: float = 0.0) -> None:
