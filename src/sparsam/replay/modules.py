@@ -34,14 +34,14 @@ def get_module(model: nn.Module, name: str) -> nn.Module:
 
 
 def parameters_before_by_order(model: nn.Module, cut: str) -> frozenset[Tensor]:
-    """Return the parameters that are registered before a module and not in it: a guess that needs no forward pass."""
+    """Return the parameters that are registered before a module: a guess that needs no forward pass."""
     target = get_module(model, cut)
     before: set[Tensor] = set()
     for module in model.modules():
         if module is target:
             break
         before.update(module.parameters(recurse=False))
-    return frozenset(before.difference(target.parameters()))
+    return frozenset(before)
 
 
 class Places(NamedTuple):

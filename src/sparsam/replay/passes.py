@@ -86,13 +86,14 @@ class ReplayedPasses(Passes):
         before the cut stays in the prefix. Several replicas settle it once, in their first step: what any of them uses
         before the cut.
         """
-        if self.replay.recording is None:
-            self.replay.warn_two_step()
         ddp = self.replicas.ddp if self.replay.distributed else None
         together, new = ddp is not None and group_size(ddp.process_group) > 1, len(self._prefix) != len(params)
         prefix = self.replay.parameters_before()
         if prefix is None and new:
             prefix = parameters_before_by_order(self.replay.model, self.replay.cut)
+            self.replay.warn_by_order()
+        elif self.replay.recording is None:
+            self.replay.warn_two_step()
         if prefix is not None and (new or not together):
             known = self._prefix + [False] * (len(params) - len(self._prefix))
             self._prefix = [k or p in prefix for k, p in zip(known, params, strict=True)]

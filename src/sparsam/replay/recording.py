@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from operator import is_
@@ -135,6 +136,8 @@ class Recorder:
         self._grads: list[Tensor | None] = []  # of the parameters, where the model was called, ...
         self._versions: list[int] = []  # ... and their versions
         self._known: set[Node] = set()  # nodes that modules have returned
+        self._turns: list[list[weakref.ref[Tensor]]] = []  # what the module at the cut got in further calls
+        self._without_graph = False  # whether gradients were off when it was called first
 
     def model(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the whole model."""
@@ -162,7 +165,8 @@ class Recorder:
                 if (node := node_of(t)) is not None:
                     self._known.add(node)
             random = get_rng_state(recording.devices) if self.keeps_random else {}
-            recording.calls.append(PastCall(name, arguments, Kept(output, _versions(tensors)), random))
+            kept = Kept(None, []) if recording.open else Kept(output, _versions(tensors))
+            recording.calls.append(PastCall(name, arguments, kept, random))
         return output
 
     def at_cut(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -175,16 +179,28 @@ class Recorder:
             recording.input = Kept((args, kwargs), _versions(inputs))
             recording.random = get_rng_state(recording.devices)
             self._reach(inputs)
-        elif not same_tensors(recording.input.value, (args, kwargs)):
+        detach = not recording.open
+        if not same_tensors(recording.input.value, (args, kwargs)):
+            tensors = tensors_in(args, kwargs)
             if not in_backward():
-                return call(*args, **kwargs)  # the module's second turn
-            detached = not recording.open
+                self._note_turn(tensors)
+                return call(*args, **kwargs)
+            if any(same_tensors([t() for t in turn], tensors) for turn in self._turns):
+                return call(*args, **kwargs)  # checkpointing computes that turn again
+            # It is still detached here, as when it was called first.
             recording.stay_open(f"{recording.cut!r} lies inside a part that is checkpointed; cut at that part's input")
-            if detached:  # as when it was called first
-                args, kwargs = map_tensors(self._detach, args), map_tensors(self._detach, kwargs)
-        if not recording.open:
+        if detach:
             args, kwargs = map_tensors(self._detach, args), map_tensors(self._detach, kwargs)
         return call(*args, **kwargs)
+
+    def _note_turn(self, tensors: list[Tensor]) -> None:
+        """Note a further call of the module at the cut. The first one with a graph shows what code before it uses."""
+        recording = self.recording
+        self._turns.append(list(map(weakref.ref, tensors)))
+        if self._without_graph and recording.before is not None and torch.is_grad_enabled():
+            self._without_graph = False
+            used = recording.before.parameters | parameters_of(reachable_nodes(tensors))
+            recording.before = recording.before._replace(parameters=used)
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the batch, and what else the pass starts from, once."""
@@ -225,6 +241,7 @@ class Recorder:
         if any(isinstance(value, (list, dict)) and tensors_in(value) for value in (*args, *kwargs.values())):
             recording.stay_open(f"the input of {recording.cut!r} is a list or dict, which the module may change")
         if not torch.is_grad_enabled():
+            self._without_graph = True
             recording.stay_open(
                 f"gradients were off where {recording.cut!r} was called (checkpointing? pass use_reentrant=False)"
             )

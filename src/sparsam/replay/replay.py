@@ -52,6 +52,7 @@ SHARDED = (
     "the model is sharded (fully_shard, tensor parallelism), and gathers its weights anew in each pass; with "
     "DistributedDataParallel the second pass starts at the cut"
 )
+TWO_STEP = "only step(closure) can start it at the cut, first_step() and perturbed() cannot"
 MAX_NEW_PATHS, STEPS = 16, 100  # a model with more new paths in so many steps is not replayed
 
 
@@ -131,6 +132,8 @@ class Replay:
         if self._sharded:
             self._by_name = dict(self.model.named_parameters(remove_duplicate=False))
             recording.stay_open(SHARDED)
+        if self._off:  # what lies before the cut is still looked at
+            recording.stay_open(self._off)
         reach, keeps_random = partial(self._reach, proof=proof), self._keeps_random is not False
         recorder = Recorder(recording, reach, params, keeps_random)
         with self.alone(), self._intercepted(recorder):
@@ -168,6 +171,9 @@ class Replay:
         if self._sharded:
             before, now = self._used(recording), self.model.named_parameters(remove_duplicate=False)
             recording.before = Before(frozenset(self._by_name[name] for name, p in now if p in before), True)
+            return
+        if self._off:
+            recording.before = Before(self._used(recording), True)
             return
         path = self._paths.get(key)
         if path is None:
@@ -292,7 +298,6 @@ class Replay:
         if compiled:
             what = repr(compiled[0]) if compiled[0] else "the model"
             self._off = f"{what} is compiled as a whole; compile its blocks instead"
-        if self._off:
             return nullcontext()
         return intercepted(
             {
@@ -319,6 +324,16 @@ class Replay:
             how = "exact but slower" if exact else "and is no repetition of the first"
             warn(f"the second pass is computed in full, {how}: {reason}")
 
+    def warn_by_order(self) -> None:
+        """Say that the parameters after the cut are not seen, and why."""
+        if not self._warned:
+            self._warned = True
+            reason = self._off or (TWO_STEP if self.recording is None else self._obstacle(self.recording, ()))
+            warn(
+                f"the second pass is computed in full, and which parameters follow {self.cut!r} is not seen: those of "
+                f"modules that were registered from it on are perturbed, which may be others. The reason: {reason}"
+            )
+
     def give_up(self, reason: str, *, exact: bool = True) -> None:
         """Compute every pass in full from now on."""
         self._off = reason
@@ -326,7 +341,4 @@ class Replay:
 
     def warn_two_step(self) -> None:
         """Say that only step(closure) saves time."""
-        self._warn(
-            "only step(closure) can start it at the cut, first_step() and perturbed() cannot (nor can they see which "
-            "parameters follow the cut: the order in which modules were registered has to do)"
-        )
+        self._warn(TWO_STEP)
