@@ -351,6 +351,24 @@ def test_few_of_the_weights_that_are_trained_give_a_warning():
         chain(model, [*model[:2].parameters(), model[5].bias], cut="5")
 
 
+def test_weights_outside_the_model_are_perturbed_and_count():
+    """Those of a loss, say. The model has 6 · 272 weights, of which 4 · 272 follow the cut."""
+    model, centers = layers(), nn.Parameter(torch.ones(272))
+    opt = chain(model, [*model.parameters(), centers], cut="2", fraction=1.0)
+    cost = cost_of(2, trained=7, perturbed=5)
+    assert opt.choice.weights == pytest.approx(5 / 7)
+    assert opt.choice.cost == pytest.approx(cost)
+
+    def closure():
+        opt.zero_grad()
+        loss = (model(torch.ones(2, 16)).sum(1) * centers[:2]).sum()
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+    assert opt.masks()[-1].all()
+
+
 def test_params_must_hold_something_after_the_cut():
     words = "params must hold weights of the model {}, where they are perturbed, but hold none that require a gradient"
     model, elsewhere = layers(), nn.Linear(2, 2)

@@ -135,8 +135,11 @@ def count_costs(model: nn.Module, example_inputs: Any, params: Iterable[Tensor] 
     trained = {p for p in (network.parameters() if params is None else params) if p.requires_grad}
     weights = weight_count(trained)
     del places[""]
+    inside = trained.intersection(network.parameters())
+    outside = trained - inside if inside else set()  # those of a loss, say: SAM perturbs them from every cut on
     cuts = [
-        CountedCut(name, weight_count(after & trained) / max(1, weights), work[name]) for name, after in places.items()
+        CountedCut(name, weight_count((after & trained) | outside) / max(1, weights), work[name])
+        for name, after in places.items()
     ]
     return Counts(work[""], weights, cuts)
 
