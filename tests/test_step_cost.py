@@ -129,6 +129,30 @@ def test_state_of_another_dtype_stays():
     assert opt.state[model.weight]["master"].eq(1 + 2.0**-20).all()
 
 
+class WithLists(torch.optim.SGD):
+    """Keeps a mean of gradients and a history in lists, as SOAP does."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state.setdefault("means", [torch.zeros_like(p)])[0].add_(p.grad)
+            state.setdefault("history", []).append(1)
+
+
+def test_state_in_lists_stays():
+    model, batch = CASES["vgg"].model(), CASES["vgg"].batch()
+    opt = SAM(model.parameters(), WithLists, rho=0.1, lr=0.01)
+    closure = closure_of(model, opt.zero_grad, batch)
+    opt.step(closure)
+    means = {p: (state["means"][0], state["means"][0].clone()) for p, state in opt.state.items()}
+    measure_cost(model, closure, opt, rounds=1)
+    assert all(opt.state[p]["means"][0] is mean for p, (mean, _) in means.items())
+    assert all(torch.equal(mean, values) for mean, values in means.values())
+    assert all(state["history"] == [1] for state in opt.state.values())
+
+
 def test_a_buffer_that_the_first_forward_fills_is_empty_again():
     class Fills(torch.nn.Linear):
         def __init__(self):

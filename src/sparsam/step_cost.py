@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
 
 from sparsam.checks import check_module, check_whole
 from sparsam.errors import UserTypeError, UserValueError
@@ -134,9 +135,14 @@ def _between_steps(opt: SAM) -> Iterator[None]:
 @contextmanager
 def _preserved(base: Optimizer, params: Sequence[Tensor]) -> Iterator[None]:
     """Let the block take steps; afterwards weights, gradients, groups and state are as before, in the same tensors."""
-    weights = [(p, p.grad, p.detach().clone()) for p in params]
+    grads = [(p, p.grad) for p in params]
     tables: list[dict[str, Any]] = [*base.param_groups, *base.state.values()]
-    kept = [(table, dict(table), {key: _copy(value) for key, value in table.items()}) for table in tables]
+    kept = [
+        (table, {key: value if key == "params" else tree_map(_same_tensor, value) for key, value in table.items()})
+        for table in tables
+    ]
+    tensors = {t for t in tree_leaves([values for _, values in kept]) if isinstance(t, Tensor)}.union(params)
+    copies = [(t, t.detach().clone()) for t in tensors]
     stateful = set(base.state)
     for p in params:
         p.grad = None
@@ -144,19 +150,16 @@ def _preserved(base: Optimizer, params: Sequence[Tensor]) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            for p, grad, w in weights:
-                p.copy_(w)
-                p.grad = grad
-            for table, values, copies in kept:
-                table.clear()
-                for key, value in values.items():
-                    table[key] = value.copy_(copies[key]) if isinstance(value, Tensor) else copies[key]
+            for t, values in copies:
+                t.copy_(values)
+        for p, grad in grads:
+            p.grad = grad
+        for table, entries in kept:
+            table.clear()
+            table.update(entries)
         for p in [p for p in base.state if p not in stateful]:
             del base.state[p]
 
 
-def _copy(value: Any) -> Any:
-    """Copy what a step may change: tensors and containers of them. The parameters of a group it leaves alone."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return value if isinstance(value, list) else copy.deepcopy(value)
+def _same_tensor(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
