@@ -367,6 +367,27 @@ def test_a_closure_that_no_longer_clears_is_refused(schedule):
             opt.step(closure)
 
 
+def test_a_closure_that_clears_in_first_passes_alone_is_refused():
+    t = task()
+    opt = sam(t)
+    calls = []
+
+    def closure():
+        if len(calls) < 4 or len(calls) % 2 == 0:
+            opt.zero_grad()
+        calls.append(1)
+        loss = t.loss()
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+    opt.step(closure)
+    before = [p.detach().clone() for p in t.model.parameters()]
+    with pytest.raises(UserRuntimeError, match=NOT_CLEARED):
+        opt.step(closure)
+    assert same(before, [p.detach() for p in t.model.parameters()])
+
+
 def test_a_closure_may_clear_in_turns():
     t = task()
     opt = sam(t)

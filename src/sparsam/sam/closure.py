@@ -75,9 +75,13 @@ class ClosureCheck:
         self.cleared = False
         torch.set_grad_enabled(True)  # step() sets it back; a closure may have left it off
         if code in self._proven and not accumulated:  # nothing must keep the memory of old gradients
+            old, first = UsedGradients(), next((p for p in params if p.grad is not None), None)
+            old.note(() if first is None else (first,))
             result = closure()
-            if self._proven[code] and not self.cleared:
-                del self._proven[code]  # it did not call zero_grad this time: the next call shows whether it clears
+            if self._proven[code] and not self.cleared:  # it did not call zero_grad this time
+                if old.added_to(params):
+                    raise UserRuntimeError(NOT_CLEARED)
+                del self._proven[code]  # the next call shows whether it clears in another way
             return result
         before = [(p, p.grad) for p in params if p.grad is not None]
         if not accumulated:

@@ -69,7 +69,10 @@ class UsedGradients:
         return list(map(known.get, map(id, grads))) != versions
 
     def added_to(self, params: Iterable[Tensor]) -> bool:
-        """Tell whether one backward pass was added to these gradients. With zeros in between they change twice."""
+        """Tell whether a single backward pass was added to these gradients. With zeros in between they change twice.
+
+        So do those that two backward passes were added to, which are not seen here.
+        """
         known = {id(grad()): version for grad, version in zip(self._grads, self._versions, strict=True)}
         rows = [row for row in zip(*_with_versions(params), strict=True) if id(row[0]) in known]
         return max((version - known[id(grad)] for grad, version in rows), default=0) == 1
