@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from cases import optimizer, task
-from sparsam import SAM
+from cases import optimizer, same, task
+from sparsam import SAM, EveryNth, SuffixMask
 
 
 def trained(steps: int = 2, **policy) -> SAM:
@@ -139,3 +139,29 @@ def test_views_that_do_not_overlap_may_differ_in_rho():
     flat = torch.randn(8)
     halves = nn.Parameter(flat[:4]), nn.Parameter(flat[4:])
     SAM([{"params": [halves[0]], "rho": 0.1}, {"params": [halves[1]], "rho": 0.0}], torch.optim.SGD, lr=0.1)
+
+
+def test_a_state_from_between_a_new_group_and_its_first_sharpness_aware_step():
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4))
+    extra, x = nn.Parameter(torch.ones(4)), torch.linspace(-1, 1, 18).view(6, 3)
+    opt = SAM(model.parameters(), rho=0.1, mask=SuffixMask(model, "2"), schedule=EveryNth(2), lr=0.1)
+
+    def closure():
+        opt.zero_grad()
+        loss = (model(x) * extra).square().sum()
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+    opt.add_param_group({"params": [extra]})
+    opt.step(closure)
+    state = copy.deepcopy(opt.state_dict())
+    weights = [p.detach().clone() for p in (*model.parameters(), extra)]
+    opt.step(closure)
+    expected = [p.detach().clone() for p in (*model.parameters(), extra)]
+    with torch.no_grad():
+        for p, w in zip((*model.parameters(), extra), weights, strict=True):
+            p.copy_(w)
+    opt.load_state_dict(state)
+    opt.step(closure)
+    assert same(expected, [p.detach() for p in (*model.parameters(), extra)])

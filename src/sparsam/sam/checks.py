@@ -343,7 +343,7 @@ def _check_values(state_dict: dict[str, Any], own: dict[str, Any], params: Seque
     prefix = own["passes"].get("prefix", [])
     if made is not None and (made.keys() != {"selection", "step", "eligible"} or len(made["eligible"]) != len(params)):
         raise UserValueError("mask in state_dict must have selection, step and eligible of each parameter, but has not")
-    if "seed" not in own["mask"] or len(prefix) not in (0, len(params)):
+    if "seed" not in own["mask"] or len(prefix) > len(params):
         raise UserValueError("mask and passes in state_dict must be those of an optimizer's state, but are not")
     for name, selection in (("mask", made and made["selection"]), ("moved", own["moved"])):
         fits = selection is None or (
