@@ -87,6 +87,20 @@ def test_the_mean_of_a_suffix_has_nothing_before_the_cut():
     assert kept == [int(name[0]) >= 3 for name, _ in t.model.named_parameters()]
 
 
+@pytest.mark.filterwarnings("ignore:the second pass is computed in full")
+def test_where_nothing_after_the_cut_is_trained_it_is_the_base_step():
+    t, other = task(), task()
+    for model in (t.model, other.model):
+        model[8].requires_grad_(False)
+    opt = sam(t.model, FriendlyAscent(), mask=SuffixMask(t.model, "8"))
+    base = torch.optim.SGD(other.model.parameters(), **BASE)
+    for _ in range(2):
+        opt.step(t.closure(opt))
+        base.step(other.closure(base))
+    assert not any(m.any() for m in opt.masks())
+    assert same(weights(t.model), weights(other.model))
+
+
 def test_only_its_own_steps_move_the_mean():
     t = task()
     opt = sam(t.model, FriendlyAscent(), schedule=EveryNth(3))

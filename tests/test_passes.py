@@ -212,6 +212,20 @@ def of_inference_mode():
         return torch.full((4,), 2.0)
 
 
+def conjugated():
+    return torch.full((2**16 + 4,), 2.0 + 1j).conj()
+
+
+def test_a_large_conjugated_buffer_stays():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model.register_buffer("fixed", conjugated())
+    step = step_of(model, None)
+    for _ in range(2):
+        step()
+    assert torch.equal(model.fixed, conjugated())
+    assert int(model[1].num_batches_tracked) == 2
+
+
 @pytest.mark.parametrize("make", [expanded, of_inference_mode])
 @pytest.mark.parametrize("cut", [None, "2"])
 def test_a_buffer_that_torch_cannot_write_into_stays(make, cut):

@@ -143,13 +143,15 @@ class Passes:
         A complete pass that drew another amount of random numbers than the first gives a warning, once.
         """
         now, before, after = self._rng_state(), self._before_first, self._after_first
-        if complete:
-            self._watch()
-        for buffers in self._buffers:
-            buffers.restore()
-        for module in self._stopped:
-            _track(module, True)
-        self._buffers, self._stopped = [], []
+        try:
+            if complete:
+                self._watch()
+        finally:
+            for buffers in self._buffers:
+                buffers.restore()
+            for module in self._stopped:
+                _track(module, True)
+            self._buffers, self._stopped = [], []
         set_rng_state(after)
         self._start_from(after)
         differs = any(
@@ -312,18 +314,21 @@ def _places(modules: Iterable[nn.Module]) -> list[Place]:
 
 
 def _can_change(t: Tensor) -> bool:
-    """Tell whether torch can write into a tensor: not if it is of inference mode, or expanded."""
-    if t.is_inference():
+    """Tell whether torch can write into a tensor, as one of a list: not if it is of inference mode, or expanded."""
+    if t.is_inference() or t.is_conj() or t.is_neg():
         return False
-    return not _is_dense(t) or all(step or size < 2 for step, size in zip(t.stride(), t.shape, strict=True))
+    return not _is_strided(t) or all(step or size < 2 for step, size in zip(t.stride(), t.shape, strict=True))
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     """Tell whether two tensors are the same, where that can be told: of sparse ones only versions show changes."""
-    return not _is_dense(a) or torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    if not _is_strided(a):
+        return True
+    a, b = (t.resolve_conj().resolve_neg().contiguous() for t in (a, b))
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def _is_dense(t: Tensor) -> bool:
+def _is_strided(t: Tensor) -> bool:
     return t.layout == torch.strided and not t.is_nested and not t.is_quantized
 
 

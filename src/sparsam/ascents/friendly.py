@@ -42,6 +42,8 @@ class FriendlyAscent(Ascent):
         self, params: Sequence[Tensor], grads: Sequence[Tensor], memory: Memory, base: Optimizer
     ) -> Sequence[Tensor]:
         """Return g - sigma m."""
+        if not params:
+            return []
         self.start([p for p in params if p not in memory], memory)
         means = local_parts(memory[p]["mean"] for p in params)
         return torch._foreach_sub(converted(local_parts(grads), means), means, alpha=self.sigma)
