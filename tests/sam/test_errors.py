@@ -542,3 +542,13 @@ def test_other_settings_of_a_dynamic_mask():
         ValueError, match=re.escape("mask.drop was 0.5 and is 0.25. Build the optimizer and its policies")
     ):
         opt.load_state_dict(saved.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("mask", RandomMask(0.9)), ("ascent", None), ("schedule", EveryNth(2)), ("adaptive", True)]
+)
+def test_policies_cannot_be_assigned(name, value):
+    """A step would not see it, and a saved state would be one of other policies."""
+    opt = SAM([nn.Parameter(torch.ones(2))], lr=0.1)
+    with pytest.raises(AttributeError, match=f"property '{name}' of 'SAM' object has no setter"):
+        setattr(opt, name, value)

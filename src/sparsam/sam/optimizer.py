@@ -43,13 +43,14 @@ from sparsam.sam.closure import ClosureCheck
 from sparsam.sam.coming import Coming
 from sparsam.sam.perturber import Perturber
 from sparsam.sam.phase import Phase, UsedGradients
+from sparsam.sam.policies import Policies
 from sparsam.sam.wrapper import Wrapper, eager
 from sparsam.schedules import EveryStep, Schedule
 
 T = TypeVar("T")
 
 
-class SAM(Wrapper):
+class SAM(Wrapper, Policies):
     """Sharpness-aware minimization around any base optimizer; with a mask, sparse SAM.
 
     `param_groups` and `state` are the base optimizer's own, so learning-rate schedulers, gradient scalers
@@ -119,20 +120,19 @@ class SAM(Wrapper):
         check_options(
             rho, model, adaptive, {"mask": (mask, Mask), "ascent": (ascent, Ascent), "schedule": (schedule, Schedule)}
         )
-        self.ascent = GradientAscent() if ascent is None else ascent
-        self.schedule = EveryStep() if schedule is None else schedule
-        self.mask = DenseMask() if mask is None else mask
-        self.adaptive = adaptive
-        ascents = self.schedule.ascents(self.ascent)
+        main = GradientAscent() if ascent is None else ascent
+        schedule = EveryStep() if schedule is None else schedule
+        ascents = schedule.ascents(main)
         check_one_pass(mask, ascents)
-        scope = self.mask.scope
+        mask = DenseMask() if mask is None else mask
+        scope = mask.scope
         self._replicas = Replicas((scope.model, model), perturbation, process_group)
         self._passes = passes_for(model, scope.model, scope.cut, self._replicas)
-        self._perturber = Perturber(self.mask, ascents, self._passes, self.adaptive, self._replicas)
+        self._perturber = Perturber(mask, ascents, self._passes, adaptive, self._replicas)
         self._perturber.check(base)
         self.steps = 0  # taken so far
         self._phase, self._repeats = Phase.IDLE, False  # where in a step; whether the pass at w + eps repeats one at w
-        self._coming = Coming(self.schedule, self.ascent, ascents)
+        self._coming = Coming(schedule, main, ascents)
         self._used_gradients, self._closure_check = UsedGradients(), ClosureCheck()
         self._reloads = 0  # how often what a step reads was replaced: a captured graph goes on reading the old
         self._wrap(base, rho)
@@ -383,15 +383,13 @@ class SAM(Wrapper):
         self._start()
 
     def _settings(self) -> dict[str, Any]:
-        policies = {name: getattr(self, name).settings() for name in ("mask", "ascent", "schedule")}
         base = type(self.base_optimizer).__name__
-        return {"base": base, "adaptive": self.adaptive, **policies, **self._replicas.settings()}
+        return {"base": base, **self._policy_settings(), **self._replicas.settings()}
 
     def __repr__(self) -> str:
         adaptive = ", adaptive" if self.adaptive else ""
         base = f"base: {type(self.base_optimizer).__name__}{adaptive}, {self.steps:,} steps taken"
-        policies = f"mask: {self.mask!r}\nascent: {self.ascent!r}\nschedule: {self.schedule!r}"
-        return f"{super().__repr__()}\n{base}\n{policies}"
+        return f"{Wrapper.__repr__(self)}\n{base}\n{Policies.__repr__(self)}"
 
     def __getstate__(self) -> dict[str, Any]:
         self._phase.refuse_inside_step("copying or pickling")
