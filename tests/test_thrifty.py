@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from replay_models import CASES, closure_of, differences, snapshot
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsam import SAM, FriendlyAscent, LastSteps, SuffixMask, thrifty
+from sparsam import SAM, FriendlyAscent, LastSteps, SuffixMask, find_cuts, thrifty
 from sparsam.errors import UserTypeError
 from sparsam.models import build_model
 from sparsam.replay.counting import ELEMENT, STEPPING, CountedCut, Counts, Work, count_costs
@@ -277,6 +278,47 @@ def test_a_budget_in_percent_gives_a_warning():
     words = r"^budget is 115, far more than 2\.\d+, what a training costs if every step perturbs from '.*' on"
     with pytest.warns(UserWarning, match=words + "; it is a factor, such as 1.15$"):
         thrifty(model, torch.optim.SGD, x, total_steps=9, budget=115, **BASE)
+
+
+def test_eval_mode_gives_a_warning():
+    """A head that only training uses would not count."""
+    model, (x, _) = CASES["vgg"].model().eval(), CASES["vgg"].batch()
+    with pytest.warns(UserWarning, match=r"^thrifty counts the model as it is, in eval mode; .* call model.train\(\) "):
+        thrifty(model, torch.optim.SGD, x, total_steps=9, budget=1.6, **BASE)
+
+
+class WithTwoHeads(nn.Module):
+    """Five layers of 16, and a head after the second: a loss of both outputs goes past every later cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.early = layers(), nn.Linear(16, 16)
+
+    def forward(self, x):
+        middle = self.layers[:2](x)
+        return {"early": self.early(middle), "late": self.layers[2:](middle)}
+
+
+def test_the_output_of_an_auxiliary_head_may_be_a_part_of_the_loss():
+    model, x = WithTwoHeads(), torch.ones(256, 16)
+    opt = chain(model, cut=None, fraction=1.0, budget=2.5)
+    with pytest.raises(ValueError, match=r"cut must be where the model can be cut, such as 'layers\.1'"):
+        chain(model, cut="layers.3")
+
+    def closure():
+        opt.zero_grad()
+        loss = sum(output.square().mean() for output in model(x).values())
+        loss.backward()
+        return loss
+
+    cuts = [cut.name for cut in find_cuts(model, closure, passes=0)]
+    assert cuts == [cut.name for cut in find_cuts(model, lambda: closure() and None, passes=0)]
+    assert cuts == ["layers.0", "layers.1"]
+    assert opt.choice.cut in cuts
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is replayed
+        for _ in range(3):
+            opt.step(closure)
 
 
 def test_few_weights_give_a_warning():

@@ -138,6 +138,10 @@ def thrifty(
             "the budget would not be kept. Use SAM with LastSteps, of which a step costs two"
         )
     check_params(params)
+    if not model.training:
+        warn(
+            "thrifty counts the model as it is, in eval mode; if it is trained in train mode, call model.train() first"
+        )
     base_optimizer = base(
         model.parameters() if params is None else params, **{name: base_arguments[name] for name in to_base}
     )

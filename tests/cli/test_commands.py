@@ -242,7 +242,8 @@ def test_a_warning_is_a_plain_line_and_a_bad_cut_names_the_command_that_lists_cu
     done = sparsam("train", "digits-ssam-c", *settings, "-o", tmp_path / "run", "--device", "cpu")
     assert done.stderr.startswith(
         "warning: the second pass is computed in full, exact but slower: what is computed before 'layer2.0.conv2' is "
-        "used after it, and not through its input; `sparsam cuts RECIPE` lists the cuts that save time\n"
+        "used after it, and not through its input; find_cuts(model, closure) lists where the model can be cut; "
+        "`sparsam cuts RECIPE` lists the cuts that save time\n"
     )
 
 

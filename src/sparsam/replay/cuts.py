@@ -11,8 +11,9 @@ follows the cut: one pass, forward and backward, gives it for all cuts at once.
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -61,7 +62,9 @@ def find_cuts(
 
     Args:
         model: The network.
-        run: One pass: forward and backward, like an optimizer's closure. It may return the loss.
+        run: One pass: forward and backward, like an optimizer's closure. It should return the loss. Without,
+            the loss is taken to use every output that the model itself does not go on with, such as that of an
+            auxiliary head: no place after it is a cut.
         passes: How many passes to time (the median counts), after two to warm up; 0: do not measure.
         clock: What to take the time with; None: a clock of the model's device. One with `device_time` measures what a
             captured step will take, not how fast Python can launch it.
@@ -113,6 +116,7 @@ def parameters_after(model: nn.Module, run: Callable[[], Any]) -> dict[str, froz
     """
     visits: dict[str, _Visit] = {}
     roots: list[Tensor] = []
+    outputs: list[Tensor] = []
     first_use: dict[Tensor, int] = {}
 
     def visit(name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -128,6 +132,7 @@ def parameters_after(model: nn.Module, run: Callable[[], Any]) -> dict[str, froz
             visits.setdefault(name, _Visit(name, start, _node_count(), value))
         if not name:
             roots.extend(tensors_in(output))
+            outputs.extend(t for t in _entries(output) if isinstance(t, Tensor))
         return output
 
     # Inside of what is compiled nobody can stand, and torch.compile would try to compile this file.
@@ -152,10 +157,15 @@ def parameters_after(model: nn.Module, run: Callable[[], Any]) -> dict[str, froz
     inner = [edge for edge in edges if leaf_of(edge[2]) is None]
     sources, targets = (np.array([edge[k] for edge in inner], dtype=np.int64) for k in (0, 1))
 
+    # If there is no loss to tell, it may use every output that the model does not go on with: not past a later cut.
+    ends = {node_of(t) for t in outputs} - {edge[2] for edge in inner} if loss is None else set()
+    earliest = min((end._sequence_nr() for end in ends if end is not None and leaf_of(end) is None), default=math.inf)
+
     def is_cut(visit: _Visit) -> bool:
         inputs = {node_of(t) for t in tensors_in(visit.input.value)}
         crossing = np.flatnonzero((sources >= visit.start) & (targets < visit.start))
-        return visit.input.unchanged and all(sources[i] < visit.end and inner[i][2] in inputs for i in crossing)
+        through_input = all(sources[i] < visit.end and inner[i][2] in inputs for i in crossing)
+        return visit.input.unchanged and through_input and earliest >= visit.start
 
     by_place: dict[int, str] = {}
     for v in sorted(visits.values(), key=lambda v: (v.start, -v.end, v.name.count("."))):  # the outermost first
@@ -165,6 +175,13 @@ def parameters_after(model: nn.Module, run: Callable[[], Any]) -> dict[str, froz
         frozenset(p for p, use in first_use.items() if use >= start): name for start, name in by_place.items()
     }
     return {"": frozenset(first_use), **{name: after for after, name in by_parameters.items() if weight_count(after)}}
+
+
+def _entries(output: Any) -> Iterable[Any]:
+    """Return what a model has returned, one by one. What lies deeper, such as caches and hidden states, is left out."""
+    if isinstance(output, Mapping):
+        return output.values()
+    return output if isinstance(output, (tuple, list)) else (output,)
 
 
 def _node_count() -> int:

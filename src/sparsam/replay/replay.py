@@ -52,6 +52,10 @@ SHARDED = (
     "the model is sharded (fully_shard, tensor parallelism), and gathers its weights anew in each pass; with "
     "DistributedDataParallel the second pass starts at the cut"
 )
+CROSSED = (
+    "what is computed before {cut!r} is used after it, and not through its input; find_cuts(model, closure) lists "
+    "where the model can be cut"
+)
 TWO_STEP = "only step(closure) can start it at the cut, first_step() and perturbed() cannot"
 MAX_NEW_PATHS, STEPS = 16, 100  # a model with more new paths in so many steps is not replayed
 
@@ -228,7 +232,7 @@ class Replay:
             isinstance(node, BackwardCFunction) and not node.name().startswith(own) for node in after
         )
         if not all(is_parameter(node) for node in after & reachable_nodes(inputs)):
-            self.give_up(f"what is computed before {self.cut!r} is used after it, and not through its input")
+            self.give_up(CROSSED.format(cut=self.cut))
         called = {call.name for call in recording.calls} | recording.suffix
         assert self._places is not None
         self._ahead = []
@@ -284,7 +288,7 @@ class Replay:
             if not past.output.unchanged and (following is None or following.output.value is not past.output.value):
                 return f"the output of {past.name!r} is changed in place after it, by code between the modules"
         if recording.crossed and not recording.open:
-            return f"what is computed before {cut!r} is used after it, and not through its input"
+            return CROSSED.format(cut=cut)
         if not recording.before.parameters.isdisjoint(perturbed):
             return f"the first pass took another path to {cut!r}, and a perturbed weight lies on it"
         return ""
