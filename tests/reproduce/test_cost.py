@@ -11,6 +11,7 @@ from torch import nn
 from sparsam.ascents import GradientAscent
 from sparsam.models import build_model
 from sparsam.reproduce.cost import CPU_IMAGES, estimate, step_seconds
+from sparsam.runs.build import build_network
 from sparsam.runs.recipe import load_recipe
 from sparsam.runs.schema import RecipeError
 from sparsam.training.planned import PlannedRun
@@ -62,6 +63,7 @@ def convolutions(model):
 MODEL = build_model("resnet-small", 10, channels=1)
 ALL, AFTER = convolutions(MODEL), sum(convolutions(MODEL.get_submodule(name)) for name in ("layer2", "layer3"))
 LATE = ["schedule=last-steps", "schedule.fraction=0.25"]
+FOLDER = ["data=imagefolder", "train.max_steps=10"]
 MEAN = {  # convolutions of a step, in the mean over the 24 steps of a run
     "sgd": ("digits-sgd", [], ALL),
     "sam": ("digits-sam", [], 2 * ALL),
@@ -102,6 +104,55 @@ def test_a_sort_of_step_is_measured_once(monkeypatch):
     runs = [PlannedRun(load_recipe("digits-thrifty", own), Path("x")) for own in settings]
     assert [found.seconds for found in estimate(runs, torch.device("cpu"))] == [1.0] * 5
     assert measured == [("NoneType", "layer2"), ("FriendlyAscent", "layer2"), ("FriendlyAscent", "layer3")]
+
+
+@pytest.mark.parametrize(
+    ("setting", "sorts"),  # the sorts of step that two runs have that differ in the setting; each alone has 2
+    [
+        ("data.image_size=64", 4),
+        ("data.batch_size=64", 4),
+        ("optimizer=adam", 4),
+        ("train.precision=bf16", 4),
+        ("train.channels_last=false", 4),
+        ("train.threads=2", 4),
+        ("train.compile=true", 4),
+        ("train.deterministic=true", 4),
+        ("sam.adaptive=true", 3),  # base steps have nothing of SAM
+        ("train.cuda_graph=false", 2),  # a CPU has no CUDA graph
+        ("train.label_smoothing=0.1", 2),
+        ("optimizer.weight_decay=0.1", 2),
+    ],
+)
+def test_runs_share_a_measured_step_only_where_it_takes_equally_long(monkeypatch, setting, sorts):
+    measured = []
+    monkeypatch.setattr("sparsam.reproduce.cost.step_seconds", lambda *step: measured.append(step) or 1.0)
+    runs = [PlannedRun(load_recipe("digits-thrifty", [*FOLDER, *own]), Path("x")) for own in ([], [setting])]
+    estimate(runs, torch.device("cpu"))
+    assert len(measured) == sorts
+
+
+def test_a_cuda_graph_makes_a_sort_of_step_on_a_gpu(monkeypatch):
+    measured = []
+    monkeypatch.setattr("sparsam.reproduce.cost.step_seconds", lambda *step: measured.append(step) or 1.0)
+    runs = [PlannedRun(load_recipe("digits-sgd", own), Path("x")) for own in ([], ["train.cuda_graph=false"])]
+    estimate(runs, torch.device("cuda"))
+    assert len(measured) == 2
+
+
+@pytest.mark.parametrize("size", [8, 24])
+def test_images_of_a_folder_are_measured_in_the_size_they_train_in(monkeypatch, size):
+    sizes = []
+    build = build_network
+
+    def watched(*arguments):
+        model = build(*arguments)
+        model.register_forward_pre_hook(lambda module, inputs: sizes.append(tuple(inputs[0].shape)))
+        return model
+
+    monkeypatch.setattr("sparsam.reproduce.cost.build_network", watched)
+    recipe = load_recipe("digits-sgd", [*FOLDER, f"data.image_size={size}", "data.batch_size=2"])
+    step_seconds(recipe, None, torch.device("cpu"))
+    assert set(sizes) == {(2, 3, size, size)}
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from sparsam.replay.clock import Clock
 from sparsam.replay.costs import TIMINGS, Direction, cut_costs
 from sparsam.replay.counting import count_costs
 from sparsam.replay.cuts import PASSES
-from sparsam.runs.build import build_loss, build_network
+from sparsam.runs.build import build_loss, build_network, usual_images
 from sparsam.runs.config import BASE_METHODS
 from sparsam.runs.library import packaged_recipes
 from sparsam.runs.recipe import Recipe, load_recipe, recipe_from
@@ -94,9 +94,7 @@ def load(model: str, *, batch_size: int | None, precision: str | None, **shape: 
     if model.endswith(".toml") or model in packaged_recipes():
         given = {"data.batch_size": batch_size, "train.precision": precision}
         recipe = load_recipe(model, [f"{key}={value}" for key, value in given.items() if value is not None])
-        images = SHAPES[recipe.data.name]
-        if recipe.data.image_size is not None:
-            images = images._replace(size=recipe.data.image_size)
+        images = usual_images(recipe)
     else:  # as in a plain training loop: torch's own memory layout, and no CUDA graph
         train = {"precision": precision or "fp32", "channels_last": False, "cuda_graph": False}
         recipe = recipe_from({"model": {"name": model}, "data": {"batch_size": batch_size or 128}, "train": train})

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from sparsam.ascents import Ascent
-from sparsam.data.shapes import SHAPES
 from sparsam.masks import SuffixMask
 from sparsam.replay.clock import Clock
-from sparsam.runs.build import build_network
+from sparsam.runs.build import build_network, usual_images
 from sparsam.runs.recipe import Recipe
 from sparsam.schedules import EveryStep
 from sparsam.training.build import build_base, build_sam, count_ascents
@@ -64,14 +63,23 @@ def estimate(planned: Sequence[PlannedRun], device: torch.device) -> list[Estima
     for run in planned:
         recipe, total = run.recipe, 0.0
         steps = total_steps(recipe, usual_epoch_steps(recipe))
-        network = recipe.model, recipe.data.name, recipe.data.batch_size, recipe.train.precision
         for ascent, count in count_ascents(recipe, steps).items():
-            sort = *network, type(ascent), _cut(recipe, ascent)
+            sort = _sort(recipe, ascent, device)
             if sort not in seconds:
                 seconds[sort] = step_seconds(recipe, ascent, device)
             total += count * seconds[sort]
         found.append(Estimate(run, steps, total / steps))
     return found
+
+
+def _sort(recipe: Recipe, ascent: Ascent | None, device: torch.device) -> tuple[object, ...]:
+    """Return the settings that say how long a step takes. Numbers such as the learning rate and rho do not."""
+    train = recipe.train
+    batch = recipe.model, usual_images(recipe), recipe.data.batch_size
+    how = train.precision, train.channels_last, train.threads, train.compile, train.deterministic
+    update = recipe.optimizer.name, is_captured(recipe, device)
+    adaptive = ascent is not None and recipe.sam.adaptive
+    return *batch, *how, *update, type(ascent), adaptive, _cut(recipe, ascent)
 
 
 def _cut(recipe: Recipe, ascent: Ascent | None) -> str | None:
@@ -89,7 +97,7 @@ def step_seconds(recipe: Recipe, ascent: Ascent | None, device: torch.device) ->
         ascent: Of the steps; None: they are the base optimizer's.
         device: Where.
     """
-    images, batch = SHAPES[recipe.data.name], recipe.data.batch_size
+    images, batch = usual_images(recipe), recipe.data.batch_size
     used = min(batch, CPU_IMAGES) if device.type == "cpu" else batch
     prepare_torch(recipe, device)
     model = build_network(recipe, images.classes, images.channels, device).train()

@@ -10,8 +10,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from sparsam.data import WHOLE, Augmentation, FolderLoader, Loader, Part, ResidentLoader, load_cifar, load_digits
+from sparsam.data.shapes import SHAPES, Images
 from sparsam.models import build_model
 from sparsam.runs.recipe import Recipe
+
+
+def usual_images(recipe: Recipe) -> Images:
+    """Return the shape of the images without looking at the data. A folder counts as ImageNet, in its own size."""
+    images = SHAPES[recipe.data.name]
+    return images if recipe.data.image_size is None else images._replace(size=recipe.data.image_size)
 
 
 def build_network(recipe: Recipe, classes: int, channels: int, device: torch.device) -> nn.Module:

@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 import torch
 
-from sparsam.data.shapes import SHAPES, TRAINING_IMAGES
+from sparsam.data.shapes import TRAINING_IMAGES
 from sparsam.errors import UserError
 from sparsam.masks import SuffixMask
 from sparsam.models import build_model
 from sparsam.randomness import fork_rng
+from sparsam.runs.build import usual_images
 from sparsam.runs.directory import RunDirectory
 from sparsam.runs.recipe import Recipe
 from sparsam.runs.schema import RecipeError
@@ -58,7 +59,7 @@ def check_planned(planned: Sequence[PlannedRun], at_once: int = 1) -> None:
 def _check_cut(recipe: Recipe) -> None:
     """Refuse a cut that a network of ours does not have. Others (timm:NAME) may be slow to build."""
     if recipe.mask.cut is not None and ":" not in recipe.model.name:
-        images = SHAPES[recipe.data.name]
+        images = usual_images(recipe)
         with torch.device("meta"), fork_rng([]):
             model = build_model(recipe.model.name, images.classes, channels=images.channels, stem=recipe.model.stem)
         try:
