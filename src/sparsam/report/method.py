@@ -122,12 +122,7 @@ class Method:
 
     @property
     def theoretical_flops(self) -> Statistic | None:
-        """The paper's FLOPs relative to SGD, which no hardware reaches.
-
-        None with a cut: the paper's formula does not know that nothing before a cut is computed twice.
-        """
-        if self.sam and self.runs[0].recipe["mask"]["name"] == "suffix":
-            return None
+        """The paper's FLOPs relative to SGD, which no hardware reaches."""
         return self.statistic(lambda run: run.theoretical_flops)
 
     @property

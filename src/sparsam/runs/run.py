@@ -59,6 +59,7 @@ class Run:
     peak_memory_mb: float | None = None
     perturbed: float | None = None
     theoretical_flops: float | None = None
+    """By the paper's formula; None with a cut, which it is not for, though older versions wrote the number."""
     extra: dict[str, float] = field(default_factory=dict)
     """Further numbers by their label."""
     measured: dict[str, dict[str, str | None]] = field(default_factory=dict)
@@ -232,7 +233,7 @@ def _with_summary(run: Run, summary: Record) -> Run:
         seconds=summary.optional("seconds"),
         peak_memory_mb=summary.optional("peak_memory_mb"),
         perturbed=summary.optional("perturbed"),
-        theoretical_flops=summary.optional("theoretical_flops"),
+        theoretical_flops=summary.optional("theoretical_flops") if run.recipe["mask"].get("cut") is None else None,
         extra={label: float(value) for label, value in extra.items() if value is not None},
         measured=_measured(summary),
     )
