@@ -46,6 +46,7 @@ shows = "landscape"
 rows = [{ recipe = "digits-sam" }]
 """
 NAMES = ("digits-sgd", "digits-ssam-f-samples16", "digits-sam")
+SHORT = ["train.max_steps=1"]  # of rows that are trained in a second
 QUICK = ("--set", "train.deterministic=true", "--device", "cpu", "--rounds", 2)
 WHOLE = ("--epochs", 2, "--seeds", 2, "--samples", 128, "--points", 3, *QUICK)
 WIDE = 160  # columns, for all of table1
@@ -139,7 +140,7 @@ def test_what_a_table_is_set_against_need_not_be_chosen(own, reproduced):
 def test_it_is_written_as_markdown_and_on_the_page(reproduced):
     output, _ = reproduced
     title = "table1: Digits (scaled down: train.epochs 2 instead of 15)"
-    text, page = (output / "table1-epochs2.md").read_text(), (output / "report.html").read_text()
+    text, page = (output / "table1-epochs2.md").read_text(), (output / "report-epochs2.html").read_text()
     assert text.startswith(f"# {title}\n\n| Row |")
     assert "| Row | Reference, % | Ours, % | n |" in text
     assert title in page
@@ -454,7 +455,7 @@ def test_only_says_what_is_trained_and_the_table_keeps_the_runs_that_are_there(t
     both = {"digits-sgd": expected("digits-sgd", 2), "digits-sam": expected("digits-sam", 1)}
     assert shown() == both
     assert list(shown()) == ["digits-sgd", "digits-sam"]  # in the table's order
-    page = (tmp_path / "report.html").read_text()
+    page = (tmp_path / "report-max_steps1.html").read_text()
     assert all(f"<span>{name}</span>" in page for name in both)
     assert "<span>digits-thrifty</span>" not in page
     file = tmp_path / "digits-sgd-max_steps1-seed1" / "recipe.json"  # a run that is not of the row any more
@@ -462,6 +463,37 @@ def test_only_says_what_is_trained_and_the_table_keeps_the_runs_that_are_there(t
     file.write_text(json.dumps({**recipe, "optimizer": {**recipe["optimizer"], "lr": 0.3}}))
     invoke(*arguments, "--only", "digits-sam")
     assert shown() == {**both, "digits-sgd": expected("digits-sgd", 1)}
+
+
+def test_a_setting_of_some_rows_leaves_the_files_of_the_unchanged_table_as_they_are(tmp_path):
+    """The first row is not among them: SGD has no rho."""
+    own = tmp_path / "own.toml"
+    rows = ("digits-sgd", "digits-sam")
+    own.write_text(f"[t]\nrows = [{', '.join(f'{{ recipe = {name!r}, set = {SHORT!r} }}' for name in rows)}]\n")
+    arguments = ("reproduce", own, "--rounds", 0, *QUICK[:4], "-o", tmp_path)
+    invoke(*arguments)
+    before = {name: (tmp_path / name).read_text() for name in ("t.md", "t.csv", "report.html")}
+    changed = {name.replace(".", "-rho0.3.") for name in before}
+    for more in ((), ("--only", "digits-sam")):
+        text = invoke(*arguments, "--set", "sam.rho=0.3", *more).stdout
+        assert str(tmp_path / "report-rho0.3.html") in text.replace("\n", "")
+        assert {name: (tmp_path / name).read_text() for name in before} == before
+        written = {path.name for path in tmp_path.iterdir() if path.is_file()} - {own.name}
+        assert written == {*before, *changed}
+        assert all(f"<span>{name}-max_steps1</span>" in (tmp_path / "report-rho0.3.html").read_text() for name in rows)
+
+
+def test_a_table_with_earlier_rows_says_what_is_changed_in_these(tmp_path):
+    """The row that is trained last has the setting as its own."""
+    (tmp_path / "less.toml").write_text("extends = 'digits-sgd'\noptimizer.weight_decay = 0.0005\n")
+    own, rows = tmp_path / "own.toml", {"less": str(tmp_path / "less.toml"), "digits-sgd": "digits-sgd"}
+    own.write_text(f"[t]\nrows = [{', '.join(f'{{ recipe = {row!r}, set = {SHORT!r} }}' for row in rows.values())}]\n")
+    settings = ("--set", "optimizer.weight_decay=0.001", *QUICK[:4], "--rounds", 0)
+    for name in rows:
+        invoke("reproduce", own, "--only", name, *settings, "-o", tmp_path / "runs")
+    text = (tmp_path / "runs" / "t-weight_decay0.001.md").read_text()
+    assert text.startswith("# t (changed: optimizer.weight_decay 0.001 instead of 0.0005)\n")
+    assert re.findall(r"^\| (\S+) ", text, re.M)[2:] == [f"{name}-max_steps1" for name in rows]
 
 
 def test_the_accuracy_of_validation_images_is_not_set_against_the_papers(tmp_path):

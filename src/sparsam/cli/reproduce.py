@@ -22,7 +22,7 @@ from sparsam.reproduce.comparison import compare
 from sparsam.reproduce.cost import estimate, roughly
 from sparsam.reproduce.document import table_page
 from sparsam.reproduce.earlier import read_finished, with_earlier_rows
-from sparsam.reproduce.experiments import Experiment, chosen, find_experiments
+from sparsam.reproduce.experiments import Experiment, chosen, file_suffix, find_experiments
 from sparsam.reproduce.plan import part_of, plan_runs, without_known
 from sparsam.reproduce.ray_engine import train_with_ray
 from sparsam.reproduce.table import (
@@ -294,7 +294,7 @@ def _show(
     tables = {}
     for experiment, all_rows in zip(experiments, whole, strict=True):
         results = compare(all_rows, runs, changes)
-        title, name = experiment.heading(changes), experiment.name + experiment.rows[0].suffix(changes)
+        title, name = all_rows.heading(changes), experiment.name + file_suffix(all_rows.rows, changes)
         table = paper_table(experiment, results)
         replace_file(output / f"{name}.md", table_page(title, table))
         replace_file(output / f"{name}.csv", comma_separated(results))
@@ -305,7 +305,8 @@ def _show(
             print_title(title)
             draw_figure(experiment, results, output, device, samples, points)
     if runs:
-        page = write_report([run.directory for run in runs], output / "report.html", tables=tables)
+        suffix = file_suffix([row for experiment in whole for row in experiment.rows], changes)
+        page = write_report([run.directory for run in runs], output / f"report{suffix}.html", tables=tables)
         print(f"Tables as Markdown and CSV beside the page: {page}")
 
 

@@ -49,14 +49,9 @@ class Row:
         """The recipe's name, and what differs from it."""
         return self.recipe().name
 
-    def suffix(self, overrides: Iterable[str]) -> str:
-        """Return what overrides add to the name.
-
-        >>> Row("digits-thrifty", ("schedule.fraction=0.5",)).suffix(["data.validation=100", "train.epochs=2"])
-        '-validation100-epochs2'
-        """
-        changed = different_settings(self.recipe().to_dict(), self.recipe(overrides).to_dict())
-        return "".join(f"-{_tag(key, new)}" for key, (_, new) in changed.items())
+    def changed(self, overrides: Iterable[str]) -> dict[str, tuple[Any, ...]]:
+        """Return the settings that overrides change, each with the old and the new value."""
+        return different_settings(self.recipe().to_dict(), self.recipe(overrides).to_dict())
 
     @property
     def defaults(self) -> list[str]:
@@ -103,8 +98,7 @@ class Experiment:
         """Return the name and the title, and what overrides make different from the paper."""
         overrides, found, smaller = list(overrides), {}, False
         for row in self.rows:
-            changed = different_settings(row.recipe().to_dict(), row.recipe(overrides).to_dict())
-            for key, (old, new) in changed.items():
+            for key, (old, new) in row.changed(overrides).items():
                 found[key] = f"{key} {new}" + ("" if old is None else f" instead of {old}")
                 smaller |= key in LENGTHS and (old is None or new < old)
         label = f" ({'scaled down' if smaller else 'changed'}: {', '.join(found.values())})" if found else ""
@@ -208,6 +202,18 @@ def chosen(experiments: Sequence[Experiment], only: Sequence[str]) -> list[Exper
     if not kept:
         raise RecipeError(f"--only {' '.join(only)} leaves no row; --list shows their names")
     return kept
+
+
+def file_suffix(rows: Iterable[Row], overrides: Iterable[str]) -> str:
+    """Return what overrides add to the names of files about some rows: the settings that they change in any of them.
+
+    >>> rows = [Row("digits-sgd"), Row("digits-thrifty", ("schedule.fraction=0.5",))]
+    >>> file_suffix(rows, ["train.epochs=2", "sam.rho=0.3"])
+    '-rho0.3-epochs2'
+    """
+    overrides = list(overrides)
+    new = {key: value for row in rows for key, (_, value) in row.changed(overrides).items()}
+    return "".join(f"-{_tag(key, new[key])}" for key in sorted(new))  # in one order, whichever rows there are
 
 
 @cache
