@@ -9,7 +9,7 @@ from sparsam.report.collect import group_runs
 from sparsam.reproduce.comparison import Result
 from sparsam.reproduce.document import table_page
 from sparsam.reproduce.experiments import Experiment, Row
-from sparsam.reproduce.table import column_notes, paper_table
+from sparsam.reproduce.table import paper_notes, paper_table
 from sparsam.runs.run import read_run
 
 RATIO = {"median": 1.83, "low": 1.79, "high": 1.85, "rounds": 30}
@@ -69,7 +69,7 @@ def test_notes_are_about_what_is_there(methods):
     results = [Result(sam, sam.recipe(), methods["sam"], methods["sgd"])]
     found = paper_table(Experiment("t", "", (sgd, sam), against=sgd), results)
     heading = "Minus digits-sgd (95 % interval)"
-    assert column_notes(found)[heading].startswith("Interval: holds the true difference with 95 % confidence")
-    assert column_notes(table({}, sgd, sam)) == {"Ours, %": "Ours: the accuracy of the last epoch."}
+    assert paper_notes(found)[heading].startswith("Interval: holds the true difference with 95 % confidence")
+    assert paper_notes(table({}, sgd, sam)) == {"Ours, %": "Ours: the accuracy of the last epoch."}
     of_paper = table({}, Row("digits-sgd", paper=60.0), sam, of_paper=True)
-    assert column_notes(of_paper)["Paper, %"] == "Paper: the highest accuracy of all epochs."
+    assert paper_notes(of_paper)["Paper, %"] == "Paper: the highest accuracy of all epochs."

@@ -10,7 +10,7 @@ import typer
 from sparsam.cli.names import with_inner
 from sparsam.cli.table import print_table
 from sparsam.report import collect, summary_table, write_report
-from sparsam.report.table import column_notes
+from sparsam.report.table import summary_notes
 
 
 def report(
@@ -42,4 +42,4 @@ def report(
 def show_runs(runs: list[Path]) -> None:
     """Print the table of runs, and how to read it."""
     table = summary_table(collect(runs))
-    print_table("", table, column_notes(table), whole="the page")
+    print_table("", table, summary_notes(table), whole="the page")

@@ -25,14 +25,7 @@ from sparsam.reproduce.earlier import read_finished, with_earlier_rows
 from sparsam.reproduce.experiments import Experiment, chosen, file_suffix, find_experiments
 from sparsam.reproduce.plan import part_of, plan_runs, without_known
 from sparsam.reproduce.ray_engine import train_with_ray
-from sparsam.reproduce.table import (
-    FLOPS,
-    column_notes,
-    comma_separated,
-    fisher_heading,
-    paper_table,
-    reference_heading,
-)
+from sparsam.reproduce.table import FLOPS, comma_separated, fisher_heading, paper_notes, paper_table, reference_heading
 from sparsam.reproduce.times import measure_times
 from sparsam.runs.directory import RunDirectory
 from sparsam.runs.files import replace_file
@@ -300,7 +293,7 @@ def _show(
         replace_file(output / f"{name}.csv", comma_separated(results))
         if experiment.shows is None:
             tables[title] = table
-            print_table(title, table, column_notes(table), whole="the page")
+            print_table(title, table, paper_notes(table), whole="the page")
         else:
             print_title(title)
             draw_figure(experiment, results, output, device, samples, points)

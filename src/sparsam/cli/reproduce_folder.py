@@ -13,7 +13,7 @@ from sparsam.errors import UserValueError
 from sparsam.reproduce.comparison import EPOCHS, compare, find_runs, other_epochs
 from sparsam.reproduce.document import results_page
 from sparsam.reproduce.experiments import Experiment
-from sparsam.reproduce.table import column_notes, paper_table
+from sparsam.reproduce.table import paper_notes, paper_table
 from sparsam.reproduce.times import measure_times, runs_to_time
 from sparsam.runs.files import replace_file
 from sparsam.runs.run import Run
@@ -50,7 +50,7 @@ def show_folder(experiments: Sequence[Experiment], folder: Path, changes: list[s
     for experiment, results in found.items():
         whole = "" if changes or experiment.shows else "--markdown"  # which takes no changes, and no figures
         table = paper_table(experiment, results)
-        print_table(experiment.heading(changes), table, column_notes(table), whole)
+        print_table(experiment.heading(changes), table, paper_notes(table), whole)
         if experiment in missing:
             print(missing[experiment])
             continue

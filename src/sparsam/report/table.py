@@ -47,7 +47,7 @@ def summary_table(methods: Sequence[Method]) -> Table:
     return Table(columns, tuple(_row(method, methods, further) for method in methods))
 
 
-def column_notes(table: Table) -> dict[str, str]:
+def summary_notes(table: Table) -> dict[str, str]:
     """Return what a reader of a summary table must know, by the heading that it is about."""
     notes = {}
     for i, heading in enumerate(table.columns):

@@ -10,7 +10,7 @@ from sparsam.report.table import Table
 from sparsam.report.text import markdown
 from sparsam.reproduce.comparison import Result, compare, other_epochs
 from sparsam.reproduce.experiments import Experiment
-from sparsam.reproduce.table import FISHER_SECONDS, column_notes, paper_table
+from sparsam.reproduce.table import FISHER_SECONDS, paper_notes, paper_table
 from sparsam.runs.run import Run
 
 WIDTH = 120  # of a line
@@ -65,7 +65,7 @@ def results_page(
 
 def table_page(title: str, table: Table) -> str:
     """Return one table as a page of its own, with what a reader must know below it."""
-    return f"# {title}\n\n{markdown(table)}\n\n{_filled(' '.join(column_notes(table).values()))}\n"
+    return f"# {title}\n\n{markdown(table)}\n\n{_filled(' '.join(paper_notes(table).values()))}\n"
 
 
 def _section(experiment: Experiment, runs: Sequence[Run], folder: Path) -> str:

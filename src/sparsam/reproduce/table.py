@@ -31,8 +31,8 @@ def paper_table(experiment: Experiment, results: Sequence[Result]) -> Table:
     return Table(tuple(columns[i] for i in kept), tuple(tuple(row[i] for i in kept) for row in rows))
 
 
-def column_notes(table: Table) -> dict[str, str]:
-    """Return what a reader of the table must know, by the heading that it is about."""
+def paper_notes(table: Table) -> dict[str, str]:
+    """Return what a reader of such a table must know, by the heading that it is about."""
     notes = {}
     for i, heading in enumerate(table.columns):
         varies = any(" ± " in row[i].text for row in table.rows)
