@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from sparsam.errors import UserValueError, need
-from sparsam.integrations.passes import current_scale, find_sam, run_passes
+from sparsam.integrations.passes import find_sam
 from sparsam.sam import SAM
+from sparsam.sam.without_closure import current_scale, run_passes
 
 transformers = need("transformers", "the classes for the Hugging Face Trainer", extra="hf")
 need("accelerate", "the classes for the Hugging Face Trainer", extra="hf")

@@ -15,8 +15,9 @@ import torch
 
 from sparsam.batchnorm import refresh_batchnorm
 from sparsam.errors import UserRuntimeError, need
-from sparsam.integrations.passes import current_scale, find_sam, run_passes
+from sparsam.integrations.passes import find_sam
 from sparsam.sam import SAM
+from sparsam.sam.without_closure import current_scale, run_passes
 
 lightning = need("lightning.pytorch", "the classes for Lightning", extra="lightning")
 call_hook = need("lightning.pytorch.trainer.call", "the classes for Lightning", extra="lightning")._call_strategy_hook

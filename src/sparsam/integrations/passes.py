@@ -1,4 +1,8 @@
-"""What trainers need that call ``optimizer.step()`` themselves, without a closure."""
+"""What trainers need that call ``optimizer.step()`` themselves, without a closure.
+
+`run_passes` and `current_scale` live in the core, which uses them too. Users import them from here
+(docs/integrations.md).
+"""
 
 from __future__ import annotations
 
