@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from sparsam import refresh_batchnorm
+from sparsam.errors import UserValueError
 
 
 class Network(nn.Module):
@@ -115,7 +116,9 @@ def test_an_error_changes_nothing():
     before = snapshot(model)
     with pytest.raises(ValueError, match="loader must have at least one batch, but is empty"):
         refresh_batchnorm(model, [])
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+    with pytest.raises(
+        ValueError, match=r"of shape \(3, 2, 5, 5\) raised RuntimeError: .* shapes cannot be multiplied"
+    ):
         refresh_batchnorm(model, [batch, torch.ones(3, 2, 5, 5, dtype=torch.float64)])
     assert differences(before, snapshot(model)) == []
     assert (model.norm.momentum, model.training, model.norm.training) == (0.3, False, False)
@@ -138,6 +141,67 @@ def test_tensors_tuples_and_dicts():
     loader = images()
     forms = [loader, [x for x, _ in loader], [[x] for x, _ in loader], [{"image": x} for x, _ in loader]]
     assert len({tuple(taken(form).tolist()) for form in forms}) == 1
+
+
+class TakesADict(nn.Module):
+    """A model whose one argument is a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(2).double()
+
+    def forward(self, batch):
+        return self.norm(batch["image"])
+
+
+class TakesTwo(TakesADict):
+    def forward(self, a, b):
+        return self.norm(a + b)
+
+
+X = torch.ones(6, 2, 4, 4, dtype=torch.float64)
+RULE = "loader must give batches whose first entry is what the model is called with, but "
+WRONG_BATCHES = [
+    (
+        TakesADict(),
+        ({"image": X}, 0),
+        "model(**inputs) with the keys 'image' raised TypeError: TakesADict.forward() got an unexpected keyword "
+        "argument 'image'; a model that takes the dict itself gets it in a tuple: (dict,) as inputs, ((dict,), y) as "
+        "a batch or item",
+    ),
+    (
+        TakesTwo(),
+        (X, X, 0),
+        "model(inputs) with inputs of shape (6, 2, 4, 4) raised TypeError: TakesTwo.forward() missing 1 required "
+        "positional argument: 'b'; several inputs are a tuple: (a, b) as inputs, ((a, b), y) as a batch or item",
+    ),
+    (
+        nn.BatchNorm2d(2).double(),
+        (X[0], 0),
+        "model(inputs) with inputs of shape (2, 4, 4) raised ValueError: expected 4D input (got 3D input)",
+    ),
+    (nn.BatchNorm2d(2), 1, "model(inputs) with inputs of type int raised AttributeError: 'int' object has no"),
+]
+
+
+@pytest.mark.parametrize(("model", "batch", "message"), WRONG_BATCHES, ids=["dict", "two", "sample", "number"])
+def test_batches_that_the_model_does_not_take(model, batch, message):
+    with pytest.raises(UserValueError, match=re.escape(RULE + message)):
+        refresh_batchnorm(model, [batch])
+
+
+@pytest.mark.parametrize(("model", "inputs"), [(TakesADict(), ({"image": X},)), (TakesTwo(), (X, X))])
+def test_a_dict_that_the_model_takes_itself_and_several_inputs_are_tuples(model, inputs):
+    assert refresh_batchnorm(model, [(inputs, 0)]) == 1
+
+
+def test_an_error_with_a_name_of_its_own_is_not_blamed_on_the_batches():
+    class Full(TakesADict):
+        def forward(self, x):
+            raise torch.OutOfMemoryError("full")
+
+    with pytest.raises(torch.OutOfMemoryError, match=r"^full$"):
+        refresh_batchnorm(Full(), [X])
 
 
 def test_compiled_blocks_are_not_compiled_anew():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from small_models import TiedAutoencoder, trained_task
@@ -11,6 +13,7 @@ from torch.nn import functional as F
 from cases import same, task
 from reference import fisher, signs_fisher
 from sparsam import diagonal_fisher
+from sparsam.errors import UserValueError
 
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-14}
 
@@ -279,6 +282,64 @@ def test_inputs_may_be_tuples_and_dicts():
     for inputs in ((a, b), {"a": a, "b": b}):
         for options in ({}, {"chunk_size": 2}, {"method": "signs", "chunk_size": 1}):
             assert_same(diagonal_fisher(model, F.cross_entropy, inputs, y, **options), expected)
+
+
+class TakesADict(nn.Module):
+    """A model whose one argument is a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2).double()
+
+    def forward(self, batch):
+        return self.linear(batch["a"])
+
+
+EVERY_WAY = pytest.mark.parametrize("options", [{}, {"chunk_size": 2}, {"method": "signs", "chunk_size": 1}])
+
+
+@EVERY_WAY
+def test_a_model_that_takes_a_dict_itself_gets_it_in_a_tuple(options):
+    model, a, y = TakesADict(), torch.randn(5, 3, dtype=torch.float64), torch.randint(0, 2, (5,))
+    expected = fisher(model.linear, F.cross_entropy, a, y)
+    assert_same(diagonal_fisher(model, F.cross_entropy, ({"a": a},), y, **options), expected)
+
+
+A = torch.ones(5, 3, dtype=torch.float64)
+
+
+@EVERY_WAY
+@pytest.mark.parametrize(
+    ("model", "inputs", "message"),
+    [
+        (
+            TakesADict(),
+            {"a": A},
+            "inputs (of FisherMask: those in dataset) must be what the model is called with, but model(**inputs) with "
+            "the keys 'a' raised TypeError: TakesADict.forward() got an unexpected keyword argument 'a'; a model that "
+            "takes the dict itself gets it in a tuple: (dict,) as inputs, ((dict,), y) as a batch or item",
+        ),
+        (
+            nn.Linear(3, 2).double(),
+            [A, A],
+            "but model(*inputs) with 2 inputs raised TypeError: Linear.forward() takes 2 positional arguments but 3 "
+            "were given; a model that takes the tuple itself gets it in a tuple: (tuple,) as inputs",
+        ),
+    ],
+)
+def test_inputs_that_the_model_does_not_take(model, inputs, message, options):
+    with pytest.raises(UserValueError, match=re.escape(message)):
+        diagonal_fisher(model, F.cross_entropy, inputs, torch.zeros(5).long(), **options)
+
+
+def test_what_vmap_cannot_handle_is_not_blamed_on_the_inputs():
+    class Looks(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * (2 if x.sum().item() > 0 else 1)
+
+    with pytest.raises(RuntimeError, match="vmap") as raised:
+        diagonal_fisher(Looks(3, 2).double(), F.cross_entropy, A, torch.zeros(5).long(), chunk_size=2)
+    assert not isinstance(raised.value, UserValueError)
 
 
 def test_half_precision_weights_give_float32():

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from sparsam.checks import check_module
 from sparsam.errors import UserValueError
-from sparsam.passes import STATISTICS, model_arguments, preserve_state
+from sparsam.passes import STATISTICS, model_arguments, naming_inputs, preserve_state
 from sparsam.replay.modules import unwrap
 
 
@@ -36,7 +36,9 @@ def refresh_batchnorm(model: nn.Module, loader: Iterable[Any]) -> int:
     Args:
         model: The network. Without BatchNorm there is nothing to do, and no batch is read.
         loader: Batches as in training, augmented alike: tensors, tuples or lists whose first entry is the model's
-            input (`x, y`), or dicts of its arguments. They are moved to the model's device.
+            input (`x, y`), or dicts of its arguments. An input that is a tuple or a list holds several arguments:
+            `(a, b), y`. A model that takes a dict, a tuple or a list as its one argument gets it in a tuple:
+            `(dict,), y`. Tensors are moved to the model's device.
 
     >>> layer = nn.BatchNorm1d(1)
     >>> refresh_batchnorm(layer, [torch.tensor([[0.0], [2.0]]), torch.tensor([[3.0], [7.0]])])
@@ -87,4 +89,5 @@ def _forward(model: nn.Module, batch: Any) -> None:
     inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
     device = next(t.device for t in model.buffers())
     args, kwargs = tree_map_only(Tensor, lambda t: t.to(device), model_arguments(inputs))
-    model(*args, **kwargs)
+    with naming_inputs("loader must give batches whose first entry is what the model is called with", inputs):
+        model(*args, **kwargs)

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from sparsam.checks import check_choice, check_whole
 from sparsam.distributed.shards import aligned, any_dtensor, check_same_everywhere, fsdp_modules, local_parts
 from sparsam.errors import UserValueError
-from sparsam.passes import call_model, eval_mode, model_arguments
+from sparsam.passes import call_model, eval_mode, model_arguments, naming_inputs
 
 METHODS = ("exact", "signs")
 SIGNS_CHUNK = 32  # larger chunks cost less and are noisier; docs/fisher.md has the figures
@@ -54,10 +54,11 @@ def diagonal_fisher(
     sharded (DTensors), all processes pass the same samples, and the result is sharded as the parameters are.
 
     Args:
-        model: Any module; `model(inputs)` is called (`model(*inputs)` for a tuple, `model(**inputs)` for a dict). Of a
-            DistributedDataParallel its inside: the result is that of this process' samples.
+        model: Any module; `model(inputs)` is called (`model(*inputs)` for a tuple or a list, `model(**inputs)` for a
+            dict). Of a DistributedDataParallel its inside: the result is that of this process' samples.
         loss_fn: `loss_fn(outputs, targets)`, which sees one sample at a time, so that it may be mean-reduced.
-        inputs: A tensor whose first dimension is the sample, or a tuple or dict of such tensors.
+        inputs: A tensor whose first dimension is the sample, or a tuple, list or dict of such tensors. A model that
+            takes a dict, a tuple or a list as its one argument gets it in a tuple: `(dict,)`.
         targets: The same for the targets.
         method: "exact" or "signs", see the module's text.
         chunk_size: Samples handled at once. For "signs" at most this many share a backward pass (default:
@@ -95,7 +96,7 @@ def diagonal_fisher(
             if signs is not None:
                 _add_squares(total, _signed_gradient(model, losses, params, x, y, signs[start:stop]))
             elif chunk_size is None:
-                _add_squares(total, _gradient(_loss(loss_fn, call_model(model, x), y), params))
+                _add_squares(total, _gradient(_loss(loss_fn, _outputs(model, x), y), params))
             else:
                 for sum_of_squares, g in zip(total, _each_gradient(model, loss_fn, x, y), strict=True):
                     sum_of_squares += g.to(sum_of_squares.dtype).square().sum(0)
@@ -163,7 +164,7 @@ def _signed_gradient(
     model: nn.Module, losses_of: _Losses, params: Sequence[Tensor], x: Any, y: Any, signs: Tensor
 ) -> list[Tensor]:
     """Return the gradient of the sum of the chunk's losses, each multiplied by its sign."""
-    outputs = call_model(model, x)
+    outputs = _outputs(model, x)
     shape = tree_leaves(outputs)[0].shape
     if not shape or shape[0] != len(signs):
         raise UserValueError(
@@ -183,7 +184,16 @@ def _each_gradient(model: nn.Module, loss_fn: Loss, x: Any, y: Any) -> list[Tens
         args, kwargs = model_arguments(x)
         return _loss(loss_fn, functional_call(model, weights, args, kwargs), y)
 
-    return list(vmap(grad(sample_loss), in_dims=(None, 0, 0))(trainable, x, y).values())
+    try:
+        return list(vmap(grad(sample_loss), in_dims=(None, 0, 0))(trainable, x, y).values())
+    except Exception:
+        _outputs(model, x)  # raises if the inputs are to blame, not vmap
+        raise
+
+
+def _outputs(model: nn.Module, inputs: Any) -> Any:
+    with naming_inputs("inputs (of FisherMask: those in dataset) must be what the model is called with", inputs):
+        return call_model(model, inputs)
 
 
 def _gradient(loss: Tensor, params: Sequence[Tensor]) -> list[Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparsam.distributed.shards import any_dtensor, computes_on, fsdp_modules
-from sparsam.errors import warn
+from sparsam.errors import UserValueError, warn
 from sparsam.inventory import Inventory, modules_of
 from sparsam.perturbation import Saved, restore, save
 from sparsam.randomness import RngState, fork_rng, get_rng_state, set_rng_state
@@ -293,6 +293,37 @@ def model_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
+
+
+@contextmanager
+def naming_inputs(rule: str, inputs: Any) -> Iterator[None]:
+    """Let what a model raises in the block say which argument its inputs come from, and how they can be given.
+
+    Args:
+        rule: What the message begins with: which argument must be what.
+        inputs: What the model is called with.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, AttributeError, AssertionError, RuntimeError) as error:
+        if type(error).__module__ != "builtins":  # it has a name for what happened, such as out of memory
+            raise
+        kind = "dict" if isinstance(inputs, Mapping) else "tuple" if isinstance(inputs, (tuple, list)) else ""
+        if kind == "dict":
+            call = f"model(**inputs) with the keys {', '.join(map(repr, inputs))}"
+        elif kind == "tuple":
+            call = f"model(*inputs) with {len(inputs)} inputs"
+        else:
+            what = f"shape {tuple(inputs.shape)}" if isinstance(inputs, Tensor) else f"type {type(inputs).__name__}"
+            call = f"model(inputs) with inputs of {what}"
+        remedy = ""
+        if kind:
+            forms = f"({kind},) as inputs, (({kind},), y) as a batch or item"
+            remedy = f"; a model that takes the {kind} itself gets it in a tuple: {forms}"
+        elif isinstance(error, TypeError):  # an argument may be missing
+            remedy = "; several inputs are a tuple: (a, b) as inputs, ((a, b), y) as a batch or item"
+        reason = str(error).partition("\n")[0]
+        raise UserValueError(f"{rule}, but {call} raised {type(error).__name__}: {reason}{remedy}") from error
 
 
 def _normalises(module: nn.Module) -> TypeGuard[_BatchNorm]:

@@ -246,6 +246,33 @@ def test_fisher_mask_on_data_that_draws_augmentations():
     assert losses[0] == losses[1]
 
 
+class TakesADict(nn.Module):
+    """A model whose one argument is a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, batch):
+        return self.linear(batch["a"])
+
+
+@pytest.mark.parametrize("method", ["signs", "exact"])
+def test_fisher_mask_of_a_model_that_takes_a_dict_itself(method):
+    model = TakesADict()
+
+    def mask(inputs):
+        return FisherMask(0.5, model, F.cross_entropy, [(inputs, i % 2) for i in range(6)], samples=4, method=method)
+
+    assert flatten(chosen(mask(({"a": torch.randn(3)},)), list(model.parameters()))).sum() == 4
+    with pytest.raises(
+        ValueError,
+        match=r"^inputs \(of FisherMask: those in dataset\) must be .* raised TypeError: .*; a model that takes the dict "
+        r"itself gets it in a tuple: \(dict,\) as inputs, \(\(dict,\), y\) as a batch or item$",
+    ):
+        chosen(mask({"a": torch.randn(3)}), list(model.parameters()))
+
+
 def test_repr_says_what_matters():
     assert repr(RandomMask(0.5, interval=3)) == "RandomMask(interval=3, sparsity=0.5)"
 

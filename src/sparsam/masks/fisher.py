@@ -34,9 +34,11 @@ class FisherMask(SparseMask):
 
     Args:
         sparsity: The share s of the weights that is not perturbed, in [0, 1].
-        model: The network that is trained; `model(inputs)` must be what `loss_fn` takes.
+        model: The network that is trained; `model(inputs)` is called (`model(*inputs)` for a tuple or a list,
+            `model(**inputs)` for a dict).
         loss_fn: `loss_fn(outputs, targets)`, a negative log-likelihood, mean-reduced or not.
-        dataset: A map-style data set of (input, target) pairs.
+        dataset: A map-style data set of (input, target) pairs. A model that takes a dict, a tuple or a list as its one
+            argument gets it in a tuple: pairs `((dict,), target)`.
         samples: :math:`N_F`, drawn without replacement at each update.
         interval: Make the mask anew every `interval` steps; None: once.
         seed: Where the mask's own random numbers (samples, signs) start.
