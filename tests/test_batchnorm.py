@@ -195,6 +195,18 @@ def test_a_dict_that_the_model_takes_itself_and_several_inputs_are_tuples(model,
     assert refresh_batchnorm(model, [(inputs, 0)]) == 1
 
 
+def test_a_data_set_in_place_of_a_loader():
+    """One whose samples look like batches would be taken without an error, here 4 × 4 numbers as 4 vectors."""
+    model, dataset = nn.BatchNorm1d(4).double(), TensorDataset(X[0])
+    message = (
+        "loader must give batches, but is a TensorDataset, which gives samples; pass a DataLoader of it (with "
+        "batch_size=None if each of its items is a batch)"
+    )
+    with pytest.raises(UserValueError, match=re.escape(message)):
+        refresh_batchnorm(model, dataset)
+    assert refresh_batchnorm(model, DataLoader(dataset, batch_size=None)) == 2
+
+
 def test_an_error_with_a_name_of_its_own_is_not_blamed_on_the_batches():
     class Full(TakesADict):
         def forward(self, x):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
+from torch.utils.data import Dataset, IterableDataset
 
 from sparsam.checks import check_module
 from sparsam.errors import UserValueError
@@ -49,6 +50,11 @@ def refresh_batchnorm(model: nn.Module, loader: Iterable[Any]) -> int:
     check_module("model", model, optional=False)
     if isinstance(loader, Tensor):
         raise UserValueError(f"loader must give batches, but is a tensor of shape {tuple(loader.shape)}; pass [tensor]")
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        raise UserValueError(
+            f"loader must give batches, but is a {type(loader).__name__}, which gives samples; pass a DataLoader of it "
+            f"(with batch_size=None if each of its items is a batch)"
+        )
     network = unwrap(model)
     modules = list(network.modules())
     modes = [module.training for module in modules]
