@@ -332,6 +332,15 @@ def test_inputs_that_the_model_does_not_take(model, inputs, message, options):
         diagonal_fisher(model, F.cross_entropy, inputs, torch.zeros(5).long(), **options)
 
 
+@EVERY_WAY
+def test_a_loss_that_is_no_tensor(options):
+    model = nn.Linear(3, 2).double()
+    with pytest.raises(
+        TypeError, match=re.escape("loss_fn(outputs, targets) must return a tensor, but returned a tuple")
+    ):
+        diagonal_fisher(model, lambda outputs, _: (outputs.sum(), 0), A, torch.zeros(5).long(), **options)
+
+
 def test_what_vmap_cannot_handle_is_not_blamed_on_the_inputs():
     class Looks(nn.Linear):
         def forward(self, x):

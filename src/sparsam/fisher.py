@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from sparsam.checks import check_choice, check_whole
 from sparsam.distributed.shards import aligned, any_dtensor, check_same_everywhere, fsdp_modules, local_parts
-from sparsam.errors import UserValueError
+from sparsam.errors import UserTypeError, UserValueError
 from sparsam.passes import call_model, eval_mode, model_arguments, naming_inputs
 
 METHODS = ("exact", "signs")
@@ -66,6 +66,7 @@ def diagonal_fisher(
             do; a number takes that many through `torch.func.vmap`, faster on a GPU, for modules that vmap can handle.
         generator: Where "signs" draws its signs from; torch's global generator if None.
     """
+    check_loss(loss_fn)
     check_choice("method", method, METHODS)
     if chunk_size is not None:
         check_whole("chunk_size", chunk_size, allowed="a whole number >= 1, or None")
@@ -215,8 +216,22 @@ def _gradient_by_backward(loss: Tensor, params: Sequence[Tensor]) -> list[Tensor
             p.grad = grad
 
 
+def check_loss(loss_fn: object) -> None:
+    """Refuse a loss that cannot be called, and the class of one, which would take outputs and targets as settings."""
+    if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
+        name = loss_fn.__name__
+        raise UserTypeError(
+            f"loss_fn must be a function of outputs and targets, but is the class {name}; pass {name}()"
+        )
+    if not callable(loss_fn):
+        raise UserTypeError(f"loss_fn must be a function of outputs and targets, but is a {type(loss_fn).__name__}")
+
+
 def _loss(loss_fn: Loss, outputs: Any, targets: Any) -> Tensor:
-    return loss_fn(outputs, targets).sum()
+    loss = loss_fn(outputs, targets)
+    if not isinstance(loss, Tensor):
+        raise UserTypeError(f"loss_fn(outputs, targets) must return a tensor, but returned a {type(loss).__name__}")
+    return loss.sum()
 
 
 def _slice(tree: Any, start: int, stop: int) -> Any:

@@ -142,6 +142,16 @@ CONSTRUCTION = [
         TypeError,
         "dataset must be map-style, with __len__ and __getitem__, but Stream has no",
     ),
+    (
+        lambda: FisherMask(0.5, LINEAR, nn.CrossEntropyLoss, DATA, samples=2),
+        TypeError,
+        "loss_fn must be a function of outputs and targets, but is the class CrossEntropyLoss; pass CrossEntropyLoss()",
+    ),
+    (
+        lambda: FisherMask(0.5, LINEAR, "nll", DATA, samples=2),
+        TypeError,
+        "loss_fn must be a function of outputs and targets, but is a str",
+    ),
     (lambda: NormMask(LINEAR), ValueError, "model has no normalisation layer with parameters"),
     (lambda: NMMask(3, 2, magnitude), ValueError, "n must be at most m, but n is 3 and m is 2"),
     (lambda: NMMask(0, 4, magnitude), ValueError, "n must be a whole number >= 1, but is 0"),
@@ -219,6 +229,11 @@ CONSTRUCTION = [
         lambda: diagonal_fisher(LINEAR, F.cross_entropy, torch.ones(0, 3), torch.zeros(0).long()),
         ValueError,
         "same, positive number of samples, but have 0",
+    ),
+    (
+        lambda: diagonal_fisher(LINEAR, nn.NLLLoss, torch.ones(4, 3), torch.zeros(4).long()),
+        TypeError,
+        "loss_fn must be a function of outputs and targets, but is the class NLLLoss; pass NLLLoss()",
     ),
     (
         lambda: diagonal_fisher(LINEAR, F.cross_entropy, torch.ones(4, 3), torch.zeros(4).long(), method="x"),

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, default_collate
 from sparsam.checks import check_choice, check_module, check_whole
 from sparsam.distributed.groups import average_scores
 from sparsam.errors import UserTypeError, UserValueError
-from sparsam.fisher import METHODS, diagonal_fisher
+from sparsam.fisher import METHODS, check_loss, diagonal_fisher
 from sparsam.masks.base import Scope
 from sparsam.masks.scores import match
 from sparsam.masks.sparsity import SparseMask
@@ -59,6 +59,7 @@ class FisherMask(SparseMask):
         method: str = "signs",
     ) -> None:
         check_module("model", model, optional=False)
+        check_loss(loss_fn)
         check_whole("samples", samples)
         check_choice("method", method, METHODS)
         for name in ("__getitem__", "__len__"):
