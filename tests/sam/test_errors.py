@@ -99,9 +99,14 @@ CONSTRUCTION = [
     (lambda: TopKMask(2, magnitude), ValueError, "sparsity must be a number in [0, 1], but is 2"),
     (lambda: DynamicMask(2, **DYNAMIC), ValueError, "sparsity must be a number in [0, 1], but is 2"),
     (
-        lambda: FisherMask(2, LINEAR, F.cross_entropy, DATA, samples=2),
+        lambda: FisherMask(50, LINEAR, F.cross_entropy, DATA),  # which also has fewer items than samples
         ValueError,
-        "sparsity must be a number in [0, 1]",
+        "sparsity must be a number in [0, 1], but is 50",
+    ),
+    (
+        lambda: FisherMask(0.5, LINEAR, F.cross_entropy, DATA, interval=2.5),
+        ValueError,
+        "interval must be a whole number of steps >= 1, or None for a mask made once, but is 2.5",
     ),
     (
         lambda: RandomMask(0.5, interval=0),

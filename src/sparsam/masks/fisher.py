@@ -59,6 +59,7 @@ class FisherMask(SparseMask):
         method: str = "signs",
     ) -> None:
         check_module("model", model, optional=False)
+        super().__init__(sparsity, interval, seed)
         check_loss(loss_fn)
         check_whole("samples", samples)
         check_choice("method", method, METHODS)
@@ -72,7 +73,6 @@ class FisherMask(SparseMask):
             raise UserValueError(
                 f"samples must be at most the size of the dataset, {len(dataset)}, but is {samples} (default 128)"  # type: ignore[arg-type]
             )
-        super().__init__(sparsity, interval, seed)
         self.scope, self._network = Scope(model), model
         self.loss_fn, self.dataset = loss_fn, dataset
         self.samples, self.method = int(samples), method
