@@ -484,6 +484,18 @@ def test_fisher_mask_and_a_dataset_without_targets():
         opt.step(t.closure(opt))
 
 
+def test_fisher_mask_and_items_of_different_lengths():
+    t = task()
+    dataset = [(torch.ones(3 + i), 0) for i in range(4)]
+    opt = SAM(t.model.parameters(), SGD, mask=FisherMask(0.5, t.model, F.cross_entropy, dataset, samples=4), lr=0.1)
+    with pytest.raises(
+        ValueError,
+        match=r"^dataset must hold tensors or numbers that are alike in every item, so that they can be stacked, but "
+        r"default_collate of 4 items raised RuntimeError: stack expects each tensor .*; pad tensors to one shape$",
+    ):
+        opt.step(t.closure(opt))
+
+
 class Broken(Mask):
     def __init__(self, answer):
         super().__init__()

@@ -86,7 +86,8 @@ class FisherMask(SparseMask):
         generator = random_generator(self.seed, step)
         chosen = torch.randperm(len(self.dataset), generator=generator)[: self.samples].tolist()  # type: ignore[arg-type]
         with fork_rng([], seed=generator.initial_seed()):  # a data set may draw augmentations
-            batch = default_collate([self.dataset[i] for i in chosen])
+            items = [self.dataset[i] for i in chosen]
+        batch = _collated(items)
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise UserValueError(f"dataset must hold (input, target) pairs, but dataset[{chosen[0]}] is not one")
         inputs, targets = batch
@@ -97,3 +98,14 @@ class FisherMask(SparseMask):
         average_scores(fisher)
         by_parameter = dict(zip(trainable, fisher, strict=True))
         return flatten(match(by_parameter, params))
+
+
+def _collated(items: list[Any]) -> Any:
+    try:
+        return default_collate(items)
+    except (TypeError, ValueError, KeyError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserValueError(
+            f"dataset must hold tensors or numbers that are alike in every item, so that they can be stacked, but "
+            f"default_collate of {len(items)} items raised {type(error).__name__}: {reason}; pad tensors to one shape"
+        ) from error
