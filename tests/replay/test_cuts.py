@@ -226,6 +226,12 @@ def test_a_penalty_on_all_weights(first):
     assert found == ([] if first else list(FOUND["chain"]))
 
 
+@pytest.mark.parametrize("passes", ["a", 1.5, -1])
+def test_passes_that_cannot_be_counted(passes):
+    with pytest.raises(ValueError, match=f"passes must be a whole number >= 0, but is {passes!r}"):
+        find("chain", passes=passes)
+
+
 @pytest.mark.parametrize("name", ["vgg", "gpt"])
 @pytest.mark.parametrize("passes", [0, 1])
 def test_finding_leaves_no_trace(name, passes):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from sparsam.checks import check_module
+from sparsam.checks import check_module, check_whole
 from sparsam.errors import UserTypeError
 from sparsam.inventory import is_compiled
 from sparsam.passes import preserve_state
@@ -79,6 +79,7 @@ def find_cuts(
         raise UserTypeError(
             f"run must be a function that computes the loss and calls backward(), but is a {type(run).__name__}"
         )
+    check_whole("passes", passes, least=0)
     with preserve_state(model):
         places = parameters_after(unwrap(model), run)
     total = weight_count(places.pop(""))
