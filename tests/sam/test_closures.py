@@ -500,6 +500,26 @@ def test_a_closure_without_backward_is_refused_in_a_base_step():
     assert opt.steps == 0
 
 
+@pytest.mark.parametrize("schedule", [None, LATE], ids=["two passes", "base step"])
+def test_a_closure_that_clears_the_gradients_last_is_refused(schedule):
+    t = task()
+    opt = SAM(t.model.parameters(), torch.optim.SGD, schedule=schedule, lr=0.1)
+
+    def closure():
+        loss = t.loss()
+        loss.backward()
+        opt.zero_grad()
+        return loss
+
+    message = (
+        r"^no parameter has a gradient: call backward\(\) first; if the closure clears the gradients after it, "
+        r"zero_grad\(\) belongs in its first line$"
+    )
+    with pytest.raises(UserRuntimeError, match=message):
+        opt.step(closure)
+    assert opt.steps == 0
+
+
 BETWEEN = {
     "nothing": lambda t, opt: None,
     "the optimizer": lambda t, opt: opt.zero_grad(),

@@ -298,7 +298,7 @@ def backward(t, opt):
 PROTOCOL = [
     (lambda t, opt: opt.step(), "step() without closure ends a step that first_step() or perturbed() began, but the optimizer is between two steps"),
     (lambda t, opt: opt.second_step(), "second_step() needs first_step() before it, but the optimizer is between two steps"),
-    (lambda t, opt: opt.first_step(), "no parameter has a gradient: call backward()"),
+    (lambda t, opt: opt.first_step(), "no parameter has a gradient: call backward() first"),
     (lambda t, opt: opt.masks(), "there is no mask before the first step"),
     (lambda t, opt: opt.step(lambda: opt.first_step()), "first_step() or perturbed() cannot be called while the optimizer is inside the closure's first pass"),
     (lambda t, opt: opt.step(lambda: opt.state_dict()), "state_dict() cannot be called while the optimizer is inside the closure's first pass"),

@@ -287,7 +287,10 @@ def check_gradients(grads: Sequence[Tensor | None]) -> None:
 def check_any_gradient(grads: Iterable[object]) -> None:
     """Refuse a step without any gradient: all are None."""
     if all(grad is None for grad in grads):
-        raise UserRuntimeError("no parameter has a gradient: call backward() first")
+        raise UserRuntimeError(
+            "no parameter has a gradient: call backward() first; if the closure clears the gradients after it, "
+            "zero_grad() belongs in its first line"
+        )
 
 
 def check_state(
