@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import sparsam
 from cases import magnitude, optimizer, same, task, weights
 from reference import Reference
-from sparsam import SAM, EveryStep, LastSteps, MomentumAscent, TopKMask
+from sparsam import SAM, EveryStep, LastSteps, MomentumAscent, SuffixMask, TopKMask
 
 BASE = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
 
@@ -31,6 +31,35 @@ def reference_for(t, **options):
         return F.cross_entropy(model(t.x), t.y)
 
     return Reference(copy.deepcopy(t.model), loss, rho=0.3, **BASE, **options)
+
+
+@pytest.mark.parametrize("kind", ["all weights", "replay", "momentum"])
+def test_the_first_outputs_in_the_closure_are_those_at_w(kind):
+    """As docs/loops.md takes a metric; a step along the momentum has its only call at w + eps."""
+    t = task()
+    policy = {
+        "all weights": {"model": t.model},
+        "replay": {"mask": SuffixMask(t.model, "6")},
+        "momentum": {"ascent": MomentumAscent(), "model": t.model},
+    }[kind]
+    opt = SAM(t.model.parameters(), torch.optim.SGD, rho=0.3, **policy, **BASE)
+    outputs = []
+
+    def closure():
+        opt.zero_grad()
+        logits = t.model(t.x)
+        outputs.append(logits.detach())
+        loss = F.cross_entropy(logits, t.y)
+        loss.backward()
+        return loss
+
+    for step in range(4):  # replay proves its path in the first two
+        with torch.no_grad():
+            at_w = copy.deepcopy(t.model)(t.x)
+        outputs.clear()
+        opt.step(closure)
+        assert len(outputs) == {"all weights": 2, "replay": 3 if step < 2 else 2, "momentum": 1}[kind]
+        assert torch.equal(outputs[0], at_w) == (kind != "momentum" or step == 0)  # no momentum yet
 
 
 @pytest.mark.parametrize("way", ["closure", "two steps", "context"])
