@@ -170,4 +170,4 @@ def test_parts_have_all_runs_between_each_other(tmp_path):
 @pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*/*.toml")), ids=lambda path: path.stem)
 def test_the_tables_of_our_own_runs_can_be_read(path):
     experiments = find_experiments([str(path)])
-    assert len({row.name for experiment in experiments for row in experiment.rows}) > 5
+    assert len({row.name for experiment in experiments for row in experiment.rows}) > 3
