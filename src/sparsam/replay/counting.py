@@ -28,9 +28,9 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from sparsam.checks import check_module
-from sparsam.errors import UserError, UserValueError
+from sparsam.errors import UserValueError
 from sparsam.inventory import is_compiled
-from sparsam.passes import model_arguments, preserve_state
+from sparsam.passes import model_arguments, naming_inputs, preserve_state
 from sparsam.replay.autograd_graph import tensors_in
 from sparsam.replay.cuts import parameters_after, spans_after, weight_count
 from sparsam.replay.modules import unwrap
@@ -113,16 +113,9 @@ def count_costs(model: nn.Module, example_inputs: Any, params: Iterable[Tensor] 
 
     def run() -> None:
         _seed(network)
-        try:
+        rule = "example_inputs must be what the model is called with in training, without targets"
+        with naming_inputs(rule, example_inputs):
             _run(network, example_inputs)
-        except UserError:
-            raise
-        except Exception as error:
-            reason = str(error).partition("\n")[0]
-            raise UserValueError(
-                f"example_inputs must be what the model is called with in training, without targets, but with a "
-                f"{type(example_inputs).__name__} it raised {type(error).__name__}: {reason}"
-            ) from error
 
     with _same_everywhere(network):
         hidden = any(is_compiled(module) and network in set(module.modules()) for module in model.modules())
