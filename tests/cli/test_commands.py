@@ -103,6 +103,32 @@ def test_compare_gives_settings_to_the_recipes_that_they_have_a_meaning_for(tmp_
     assert rhos == [0.1, 0.3, 0.3]
 
 
+@pytest.mark.parametrize(
+    ("how", "of_second"),
+    [([], [1, 2]), (["--at-once", 2], [1, 2]), (["--share-start"], [2])],  # the first run has taken epoch 1 for both
+    ids=["alone", "at once", "shared"],
+)
+@pytest.mark.parametrize("command", ["compare", "reproduce"])
+def test_each_epoch_of_several_runs_has_a_line_in_a_log_and_each_run_another(tmp_path, command, how, of_second):
+    table = tmp_path / "own.toml"
+    table.write_text("[own]\nrows = [{ recipe = 'digits-sgd' }, { recipe = 'digits-thrifty' }]\n")
+    what, tag = ([table], "-limit256-epochs2") if command == "reproduce" else (["digits-sgd", "digits-thrifty"], "")
+    few = ["--set", "data.limit=256", "--set", "train.epochs=2", "--rounds", 0, "--device", "cpu"]
+    done = invoke(command, *what, *few, *how, "-o", tmp_path / "runs")
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    for place, name, epochs in (("1 of 2", "digits-sgd", [1, 2]), ("2 of 2", "digits-thrifty", of_second)):
+        *own, end = (line for line in lines if line["place"] == place)
+        assert {(line["run"], line["seed"]) for line in (*own, end)} == {(name + tag, 0)}
+        assert [line["epoch"] for line in own] == epochs
+        assert (end["epochs"], end["test_accuracy"]) == (2, own[-1]["test_accuracy"])
+
+
+def test_the_log_of_one_run_has_a_line_for_each_epoch_and_no_other(tmp_path):
+    done = invoke("train", "digits-sgd", "-o", tmp_path / "run", "--set", "data.limit=256", *QUICK)
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert [(line["run"], line["epoch"]) for line in lines] == [("digits-sgd", 1), ("digits-sgd", 2)]
+
+
 def test_compare_measures_sharpness_over_so_many_images(tmp_path):
     few = ["--max-steps", 1, "--rounds", 0, "--sharpness", 0.2, "--samples", 20, "--device", "cpu"]
     invoke("compare", "digits-sgd", "--output", tmp_path, *few)

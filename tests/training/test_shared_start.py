@@ -270,9 +270,7 @@ def test_a_schedule_that_cannot_be_built_fails_in_its_own_turn(tmp_path, rows, s
 def test_trouble_in_the_folder_of_another_run_is_its_own(tmp_path, rows, steps_of):
     planned, lines = plan(tmp_path, "third.toml", "wider.toml", "digits-sgd"), io.StringIO()
     planned[0].path.write_text("a file")
-    failed = train_runs(
-        planned, device=CPU, keep_going=True, share_start=True, progress=lambda: LogProgress(lines, epochs=False)
-    )
+    failed = train_runs(planned, device=CPU, keep_going=True, share_start=True, progress=lambda: LogProgress(lines))
     (error,) = failed
     assert error.startswith(f"third, seed 0: {planned[0].path} cannot be written: ")
     assert steps_of == {"digits-sgd": 24, "wider": 8}

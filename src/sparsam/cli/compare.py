@@ -52,7 +52,7 @@ def compare(
         at_once=at_once,
         share_start=share_start,
         rounds=rounds,
-        progress=lambda: LogProgress(epochs=False) if at_once > 1 else suitable_progress(epochs=False),
+        progress=lambda: LogProgress(ends=True) if at_once > 1 else suitable_progress(ends=True),
     )
     if sharpness is not None:
         measure_missing(runs, sharpness, samples, find_device(device))

@@ -266,7 +266,7 @@ def _train(
             at_once=at_once,
             keep_going=True,
             share_start=share_start,
-            progress=lambda: progress(epochs=False),
+            progress=lambda: progress(ends=True),
         )
     except Interrupted:
         raise Interrupted("stopped, and saved; the same command goes on from here") from None

@@ -49,16 +49,16 @@ class Progress:
 
 
 class LogProgress(Progress):
-    """Writes lines of JSON, for logs and other programs: one for each epoch, or one for each run.
+    """Writes lines of JSON, for logs and other programs: one for each epoch, and if asked for one for each run.
 
     Args:
         stream: Where to; stderr if None.
-        epochs: Whether each epoch gets a line.
+        ends: Whether the end of a run gets a line too.
     """
 
-    def __init__(self, stream: TextIO | None = None, *, epochs: bool = True) -> None:
+    def __init__(self, stream: TextIO | None = None, *, ends: bool = False) -> None:
         self.stream = stream or sys.stderr
-        self.epochs = epochs
+        self.ends = ends
         self.remarks: set[str] = set()
 
     def start(self, recipe: Recipe, steps: int, total_steps: int, epoch: int) -> None:
@@ -73,12 +73,11 @@ class LogProgress(Progress):
 
     def epoch_done(self, metrics: dict[str, Any]) -> None:
         """Write one line."""
-        if self.epochs:
-            self._write({key: value for key, value in metrics.items() if key != "mask_density"})
+        self._write({key: value for key, value in metrics.items() if key != "mask_density"})
 
     def done(self, summary: dict[str, Any]) -> None:
-        """Write one line for the run."""
-        if not self.epochs:
+        """Write one line for the run, if asked for."""
+        if self.ends:
             self._write({key: summary[key] for key in ("method", "epochs", "test_accuracy", "step_ms", "seconds")})
 
     def _write(self, values: dict[str, Any]) -> None:
@@ -163,6 +162,6 @@ def length_of(summary: dict[str, Any], max_steps: int | None) -> str:
     return "1 epoch" if epochs == 1 else f"the last of {epochs} epochs"
 
 
-def suitable_progress(*, epochs: bool = True) -> Progress:
-    """Return a bar for a terminal, lines of JSON for anything else."""
-    return TerminalProgress() if sys.stderr.isatty() else LogProgress(epochs=epochs)
+def suitable_progress(*, ends: bool = False) -> Progress:
+    """Return a bar for a terminal, lines of JSON for anything else: `ends` as in :class:`LogProgress`."""
+    return TerminalProgress() if sys.stderr.isatty() else LogProgress(ends=ends)
