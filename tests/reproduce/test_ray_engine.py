@@ -16,6 +16,7 @@ from digits_runs import numbers
 from sparsam.errors import MissingPackageError
 from sparsam.reproduce.experiments import Experiment, Row
 from sparsam.reproduce.plan import plan_runs
+from sparsam.reproduce.progress import RunsProgress
 from sparsam.reproduce.ray_engine import check_address, train_with_ray
 from sparsam.runs.directory import RunDirectory
 from sparsam.training.turns import train_runs
@@ -39,6 +40,30 @@ def test_an_address_where_nothing_answers_is_refused_at_once():
         closed.listen()
         check_address(f"ray://127.0.0.1:{port}")
     check_address("auto")
+
+
+def test_each_epoch_that_is_seen_and_each_finished_run_has_a_line_in_a_log(tmp_path, capsys):
+    planned = plan_runs([Experiment("t", "t", (Row("digits-sgd"),))], 2, tmp_path)
+    first, second = (RunDirectory(run.path) for run in planned)
+    with RunsProgress(planned) as progress:
+        progress.look()
+        first.create(planned[0].recipe, {})
+        progress.look()
+        assert not capsys.readouterr().err  # no epoch has ended
+        first.add_metrics({"epoch": 1, "test_accuracy": 0.5})
+        second.create(planned[1].recipe, {})
+        second.add_metrics({"epoch": 1, "test_accuracy": 0.25})
+        for _ in range(2):
+            progress.look()
+        assert capsys.readouterr().err == (
+            "digits-sgd-seed0: epoch 1 of 15, 50.00 %\ndigits-sgd-seed1: epoch 1 of 15, 25.00 %\n"
+        )
+        for epoch in (2, 3):
+            first.add_metrics({"epoch": epoch, "test_accuracy": epoch / 4})
+        first.write_summary({"test_accuracy": 0.75})
+        for _ in range(2):
+            progress.look()
+        assert capsys.readouterr().err == "digits-sgd-seed0: epoch 3 of 15, 75.00 %\ndigits-sgd-seed0: 75.00 %\n"
 
 
 def workers(run: Path) -> list[int]:

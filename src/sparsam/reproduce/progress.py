@@ -14,12 +14,13 @@ from sparsam.training.planned import PlannedRun
 
 
 class RunsProgress:
-    """A bar over the epochs of all runs on a terminal, a line for each finished run elsewhere."""
+    """A bar over the epochs of all runs on a terminal; elsewhere lines for epochs, and for finished runs."""
 
     def __init__(self, planned: Sequence[PlannedRun]) -> None:
         self.runs = [RunDirectory(run.path) for run in planned]
-        self.epochs = sum(run.recipe.train.epochs for run in planned)
+        self.epochs = {run.path: run.recipe.train.epochs for run in planned}
         self._told: set[Path] = set()
+        self._seen: dict[Path, int] = {}  # epochs of runs, for a log
         self._bar: Any = None
 
     def __enter__(self) -> Self:
@@ -35,7 +36,7 @@ class RunsProgress:
                 transient=True,
             )
             self._bar.start()
-            self._task = self._bar.add_task("", total=self.epochs)
+            self._task = self._bar.add_task("", total=sum(self.epochs.values()))
         return self
 
     def __exit__(
@@ -47,6 +48,8 @@ class RunsProgress:
     def look(self) -> None:
         """Show what has changed."""
         for run in self.runs:
+            if self._bar is None and run.exists and run.path not in self._told:
+                self._log_epoch(run)
             if run.finished and run.path not in self._told:
                 self._told.add(run.path)
                 summary = run.summary()
@@ -55,3 +58,11 @@ class RunsProgress:
         if self._bar is not None:
             done = sum(len(run.metrics()) for run in self.runs if run.exists)
             self._bar.update(self._task, description=f"{len(self._told)} of {len(self.runs)} runs", completed=done)
+
+    def _log_epoch(self, run: RunDirectory) -> None:
+        """Write the run's latest epoch, if it is a new one."""
+        epochs = run.metrics()
+        if epochs and self._seen.get(run.path) != len(epochs):
+            self._seen[run.path] = len(epochs)
+            text = f"epoch {len(epochs)} of {self.epochs[run.path]}, {100 * epochs[-1]['test_accuracy']:.2f} %"
+            print(f"{run.path.name}: {text}", file=sys.stderr, flush=True)
