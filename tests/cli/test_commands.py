@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -19,6 +20,7 @@ from commands import ROOT, invoke, sparsam
 from image_folders import REAL, real_images
 
 from sparsam.runs.library import packaged_recipes
+from sparsam.training import Trainer
 
 QUICK = ["--set", "train.epochs=2", "--set", "train.deterministic=true", "--device", "cpu"]
 RECIPES = [f"digits-{method}" for method in ("sgd", "sam", "ssam-f", "ssam-d", "thrifty")]
@@ -90,6 +92,22 @@ def test_compare_continues_a_stopped_run(compared, tmp_path):
     assert whole.pop("step_ratio")
     assert whole.pop("measured").keys() == {"step_ratio"}
     assert whole == again
+
+
+@pytest.mark.parametrize("command", ["compare", "reproduce"])
+def test_a_stopped_command_says_how_all_of_its_runs_go_on(tmp_path, monkeypatch, command):
+    table, step = tmp_path / "own.toml", Trainer._step
+    table.write_text("[own]\nrows = [{ recipe = 'digits-sgd' }, { recipe = 'digits-sam' }]\n")
+
+    def stops(self, x, y):
+        signal.raise_signal(signal.SIGTERM)
+        return step(self, x, y)
+
+    monkeypatch.setattr(Trainer, "_step", stops)
+    what = [table] if command == "reproduce" else ["digits-sgd", "digits-sam"]
+    done = invoke(command, *what, "-o", tmp_path / "runs", "--rounds", 0, "--device", "cpu", code=1)
+    assert done.stderr == "stopped, and saved; the same command goes on from here\n"
+    assert len(list(tmp_path.rglob("last.pt"))) == 1
 
 
 def test_compare_gives_settings_to_the_recipes_that_they_have_a_meaning_for(tmp_path):

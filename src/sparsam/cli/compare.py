@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from sparsam.cli.analysis import Device, find_device, measure_missing
-from sparsam.cli.options import MaxSteps, Set, ShareStart, overrides
+from sparsam.cli.options import MaxSteps, Set, ShareStart, continued_by_same_command, overrides
 from sparsam.cli.report import show_runs
 from sparsam.report import write_report
 from sparsam.training.comparison import compare_recipes
@@ -43,17 +43,18 @@ def compare(
     sparsam compare digits-sgd digits-sam digits-ssam-f --seeds 3
     ```
     """
-    runs = compare_recipes(
-        recipes,
-        seeds,
-        output,
-        overrides=overrides(settings, train__max_steps=max_steps),
-        device=find_device(device),
-        at_once=at_once,
-        share_start=share_start,
-        rounds=rounds,
-        progress=lambda: LogProgress(ends=True) if at_once > 1 else suitable_progress(ends=True),
-    )
+    with continued_by_same_command():
+        runs = compare_recipes(
+            recipes,
+            seeds,
+            output,
+            overrides=overrides(settings, train__max_steps=max_steps),
+            device=find_device(device),
+            at_once=at_once,
+            share_start=share_start,
+            rounds=rounds,
+            progress=lambda: LogProgress(ends=True) if at_once > 1 else suitable_progress(ends=True),
+        )
     if sharpness is not None:
         measure_missing(runs, sharpness, samples, find_device(device))
     show_runs(runs)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
+
+from sparsam.training.interrupt import Interrupted
 
 Set = Annotated[
     list[str] | None,
@@ -26,6 +30,15 @@ def given_options(context: typer.Context) -> dict[str, str]:
         for name, value in context.params.items()  # in the order of the command line
         if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
     }
+
+
+@contextmanager
+def continued_by_same_command() -> Iterator[None]:
+    """Let a command that is stopped say how all of its runs go on: a run knows how to continue itself alone."""
+    try:
+        yield
+    except Interrupted:
+        raise Interrupted("stopped, and saved; the same command goes on from here") from None
 
 
 def overrides(settings: list[str] | None, **values: object) -> list[str]:

@@ -11,7 +11,7 @@ import rich
 import typer
 
 from sparsam.cli.analysis import Device, find_device
-from sparsam.cli.options import Set, ShareStart, given_options, overrides
+from sparsam.cli.options import Set, ShareStart, continued_by_same_command, given_options, overrides
 from sparsam.cli.paper_figures import draw_figure
 from sparsam.cli.reproduce_folder import print_other_devices, runs_in, show_folder, time_folder, write_page
 from sparsam.cli.table import print_table, print_title
@@ -30,7 +30,6 @@ from sparsam.reproduce.times import measure_times
 from sparsam.runs.directory import RunDirectory
 from sparsam.runs.files import replace_file
 from sparsam.runs.run import Run
-from sparsam.training.interrupt import Interrupted
 from sparsam.training.planned import PlannedRun, check_planned
 from sparsam.training.progress import LogProgress, suitable_progress
 from sparsam.training.shared_start import SharedStart
@@ -259,7 +258,7 @@ def _train(
     if engine is Engine.ray:
         return train_with_ray(planned, device=device, at_once=at_once, address=address, retries=retries)
     progress = LogProgress if at_once > 1 else suitable_progress
-    try:
+    with continued_by_same_command():
         return train_runs(
             planned,
             device=find_device(device),
@@ -268,8 +267,6 @@ def _train(
             share_start=share_start,
             progress=lambda: progress(ends=True),
         )
-    except Interrupted:
-        raise Interrupted("stopped, and saved; the same command goes on from here") from None
 
 
 def _show(
