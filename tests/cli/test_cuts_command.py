@@ -146,7 +146,17 @@ def test_counted_and_measured_costs_that_differ_by_a_tenth_get_a_remark(capsys, 
         fraction = min(1.0, 0.15 / (cost + measured - 1)) if cost + measured > 1 else 1.0
         steps = f"the last {100 * fraction:.1f} % of the steps"
         line = f"  {name}: counted {cost:.2f}, measured {cost + measured:.2f}: {steps}\n"
-        assert (line in text) == remark
+        assert (line in text) == (remark and fraction != min(1.0, 0.15 / (cost - 1)))
+
+
+@pytest.mark.parametrize("measured", [0.5, -0.5])
+def test_a_fraction_that_is_in_the_table_already_gets_no_remark(capsys, measured):
+    text, counted = shown(capsys, measured, budget=1.6)
+    remarked = {name for name in counted if f"  {name}: counted" in text}
+    assert remarked == {name for name, cost in counted.items() if max(cost, cost + measured) > 1.6}
+    assert 0 < len(remarked) < len(counted)  # the head costs little by either
+    with pytest.warns(UserWarning, match="^budget is 115, "):
+        assert "differ by more than a tenth" not in shown(capsys, measured, budget=115)[0]
 
 
 def test_the_fraction_that_meets_the_budget_is_that_of_the_median_round(capsys):

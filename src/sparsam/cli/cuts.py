@@ -177,8 +177,9 @@ def show(recipe: Recipe, images: Images, costs: Costs, device: torch.device, bud
         numbers = (f"{100 * cut.weights:.2f}", *steps, f"{100 * bought(budget, own):.1f}")
         chosen = cut.name == choice.cut
         table.add_row(cut.name, *numbers, *(["← thrifty"] if chosen else []), style="bold" if chosen else "")
-        if abs(own - cost.median) > DIFFERENT:
-            enough = f"the last {100 * bought(budget, cost.median):.1f} % of the steps"
+        fraction = f"{100 * bought(budget, cost.median):.1f}"
+        if abs(own - cost.median) > DIFFERENT and fraction != numbers[-1]:
+            enough = f"the last {fraction} % of the steps"
             different.append(f"  {cut.name}: counted {own:.2f}, measured {cost.median:.2f}: {enough}")
     console = plain_console()
     console.print(table)
