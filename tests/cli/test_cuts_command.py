@@ -81,6 +81,41 @@ def test_lists_the_cuts_with_their_weights():
     assert re.search(r'SuffixMask\(model, cut="(stem|layer|head)[.0-9]*"\)', text)
 
 
+def test_no_rounds_only_count(monkeypatch):
+    monkeypatch.setattr("sparsam.cli.cuts.cut_costs", lambda *_, **__: pytest.fail("it measures"))
+    done = invoke("cuts", "resnet-small", *SMALL, "--rounds", 0)
+    assert done.stderr == ""
+    assert re.search(r"^ +Weights +SAM, × +F-SAM, × +1\.15 buys, *$", done.stdout, re.M)
+    assert re.search(r"^ Cut before +after, % +counted +counted +% of steps *$", done.stdout, re.M)
+    counts = count_costs(build_model("resnet-small", 10), torch.ones(2, 3, 16, 16))
+    expected = [
+        (cut.name, f"{100 * cut.weights:.2f}", f"{sam:.2f}", f"{own:.2f}", f"{100 * bought(1.15, own):.1f}")
+        for (cut, own), sam in zip(counts.costs(FRIENDLY).items(), counts.costs().values(), strict=True)
+    ]
+    row = re.compile(r"^ (\S+) +(\d+\.\d\d) +(\d\.\d\d) +(\d\.\d\d) +(\d+\.\d)(?: +← thrifty)? *$", re.M)
+    assert row.findall(done.stdout) == expected
+    words = " ".join(done.stdout.split())
+    assert (
+        "Counted, not measured (--rounds 0), on resnet-small: 2 random images of 3×16×16, 10 classes. ×: cost" in words
+    )
+    assert "Measured on" not in words
+    assert f'SuffixMask(model, cut="{choose(counts, total_steps=10**6).cut}")' in words
+
+
+@pytest.mark.parametrize(("rounds", "words"), [(1, "1 round"), (2, "2 rounds")])
+def test_a_log_says_that_measuring_has_begun(monkeypatch, capsys, rounds, words):
+    def costs(*arguments, **options):
+        told.append(capsys.readouterr().err)
+        return {Cut("layer2", 0.9, 0.5): 1.3}
+
+    told = []
+    monkeypatch.setattr("sparsam.cli.cuts.cut_costs", costs)
+    recipe, images = cuts.load("resnet-small", batch_size=2, precision=None)
+    cuts.measure(recipe, images, torch.device("cpu"), rounds)
+    assert told[0] == f"Measuring resnet-small in {words}, which can take minutes; --rounds 0 only counts\n"
+    assert told[1:] == [""] * (rounds - 1)
+
+
 def test_the_options_and_a_recipe_say_what_is_measured():
     recipe = "digits-sam"
     arguments = ["--batch-size", 4, "--classes", 7, "--precision", "bf16", "--rounds", 1, "--device", "cpu"]

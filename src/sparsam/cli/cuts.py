@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -39,7 +40,7 @@ MANY_STEPS = 1_000_000  # how long a training is does not matter here
 
 
 class Costs(NamedTuple):
-    """What a sharpness-aware step costs from each cut, in base steps."""
+    """What a sharpness-aware step costs from each cut, in base steps; `measured` is empty if it was only counted."""
 
     measured: dict[Cut, StepRatio]
     counts: Counts
@@ -58,17 +59,19 @@ def cuts(
     budget: Annotated[
         float, typer.Option(help="What a training may cost, relative to that of the base optimizer alone.")
     ] = BUDGET,
-    rounds: Annotated[int, typer.Option(min=1, help="How often to measure; the median counts.")] = 3,
+    rounds: Annotated[int, typer.Option(min=0, help="How often to measure; the median counts. 0: only count.")] = 3,
     precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; default: fp32, or the recipe's.")] = None,
     device: Device = None,
 ) -> None:
     """List where a network can be cut, what a step from each cut costs, and which part of the steps a budget buys.
 
-    Costs are counted, which gives the same on every machine, and measured here and now, on random images.
+    Costs are counted, which gives the same on every machine, and measured here and now, on random images. Measuring can
+    take minutes; --rounds 0 only counts.
 
     Examples:
     ```
     sparsam cuts resnet18 --budget 1.25
+    sparsam cuts resnet18 --rounds 0
     sparsam cuts cifar10-wrn28-10-sam --batch-size 32
     ```
     """
@@ -77,7 +80,8 @@ def cuts(
         model, batch_size=batch_size, precision=precision, size=image_size, classes=classes, channels=channels
     )
     place = find_device(device)
-    with Console(stderr=True).status("Measuring ...", refresh_per_second=2):  # drawing delays what is measured
+    doing = "Measuring ... (--rounds 0 only counts)" if rounds else "Counting ..."
+    with Console(stderr=True).status(doing, refresh_per_second=2):  # drawing delays what is measured
         costs = measure(recipe, images, place, rounds)
     show(recipe, images, costs, place, budget)
 
@@ -103,7 +107,7 @@ def load(model: str, *, batch_size: int | None, precision: str | None, **shape: 
 
 
 def measure(recipe: Recipe, images: Images, device: torch.device, rounds: int) -> Costs:
-    """Measure, in some rounds, and count what a step of F-SAM costs from each cut of a recipe's network."""
+    """Count what a step of F-SAM costs from each cut of a recipe's network, and measure it in some rounds."""
     prepare_torch(recipe, device)
     network = build_network(recipe, images.classes, images.channels, device)
     layout = torch.channels_last if recipe.train.channels_last else torch.contiguous_format
@@ -127,6 +131,8 @@ def measure(recipe: Recipe, images: Images, device: torch.device, rounds: int) -
     clock = Clock(device, device_time=is_captured(recipe, device))
     try:
         counts, direction = count_costs(network, x), _friendly(base)
+        if rounds:
+            _announce(recipe, rounds)
         found = [
             cut_costs(network, closure, base, adaptive=recipe.sam.adaptive, direction=direction, clock=clock)
             for _ in range(rounds)
@@ -139,8 +145,18 @@ def measure(recipe: Recipe, images: Images, device: torch.device, rounds: int) -
         ) from error
 
 
+def _announce(recipe: Recipe, rounds: int) -> None:
+    """Say in a log that something goes on, and how to do without; a terminal shows that it does."""
+    if not sys.stderr.isatty():
+        how_often = "1 round" if rounds == 1 else f"{rounds} rounds"
+        text = f"Measuring {recipe.model.name} in {how_often}, which can take minutes; --rounds 0 only counts"
+        print(text, file=sys.stderr, flush=True)
+
+
 def _ratios(rounds: Sequence[dict[Cut, float]]) -> dict[Cut, StepRatio]:
     """Return the costs of several rounds. Their cuts have the same names, but other times."""
+    if not rounds:
+        return {}
     named = [{cut.name: cost for cut, cost in costs.items()} for costs in rounds]
     return {cut: StepRatio.of([costs[cut.name] for costs in named]) for cut in rounds[0]}
 
@@ -158,32 +174,34 @@ def _friendly(base: Optimizer) -> Direction:
 
 
 def show(recipe: Recipe, images: Images, costs: Costs, device: torch.device, budget: float) -> None:
-    """Print the cuts, how they were measured, what a budget buys, and how to use it."""
-    if not costs.measured:
+    """Print the cuts, how they were counted and measured, what a budget buys, and how to use it."""
+    if not costs.counts.cuts:
         raise UserValueError(f"{recipe.model.name} has no cut: nothing of a step could be left out")
     choice = choose(costs.counts, total_steps=MANY_STEPS, budget=budget)
-    counted = {cut.name: cost for cut, cost in costs.counts.costs(FRIENDLY).items()}
+    measured = {cut.name: cost for cut, cost in costs.measured.items()}
     of_sam = {cut.name: cost for cut, cost in costs.counts.costs().items()}
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("Cut before", no_wrap=True)
-    costly = "SAM, ×\ncounted", "F-SAM, ×\ncounted", "F-SAM, ×\nmeasured"
+    costly = ["SAM, ×\ncounted", "F-SAM, ×\ncounted", *(["F-SAM, ×\nmeasured"] if measured else [])]
     for heading in ("Weights\nafter, %", *costly, f"{budget:g} buys,\n% of steps"):
         table.add_column(heading, justify="right")
     different = []
-    for cut, cost in costs.measured.items():
-        own = counted[cut.name]
-        spread = f" ± {cost.spread:.2f}" if cost.rounds > 1 else ""
-        steps = f"{of_sam[cut.name]:.2f}", f"{own:.2f}", f"{cost.median:.2f}{spread}"
-        numbers = (f"{100 * cut.weights:.2f}", *steps, f"{100 * bought(budget, own):.1f}")
+    for cut, own in costs.counts.costs(FRIENDLY).items():
+        fraction, steps = f"{100 * bought(budget, own):.1f}", [f"{of_sam[cut.name]:.2f}", f"{own:.2f}"]
+        if measured:
+            cost = measured[cut.name]
+            steps.append(f"{cost.median:.2f}" + (f" ± {cost.spread:.2f}" if cost.rounds > 1 else ""))
+            enough = f"{100 * bought(budget, cost.median):.1f}"
+            if abs(own - cost.median) > DIFFERENT and enough != fraction:
+                both = f"counted {own:.2f}, measured {cost.median:.2f}"
+                different.append(f"  {cut.name}: {both}: the last {enough} % of the steps")
         chosen = cut.name == choice.cut
-        table.add_row(cut.name, *numbers, *(["← thrifty"] if chosen else []), style="bold" if chosen else "")
-        fraction = f"{100 * bought(budget, cost.median):.1f}"
-        if abs(own - cost.median) > DIFFERENT and fraction != numbers[-1]:
-            enough = f"the last {fraction} % of the steps"
-            different.append(f"  {cut.name}: counted {own:.2f}, measured {cost.median:.2f}: {enough}")
+        mark, style = (["← thrifty"], "bold") if chosen else ([], "")
+        table.add_row(cut.name, f"{100 * cut.weights:.2f}", *steps, fraction, *mark, style=style)
     console = plain_console()
     console.print(table)
-    console.print(_caption(recipe, images, device, next(iter(costs.measured.values())).rounds), style="dim")
+    rounds = next((cost.rounds for cost in measured.values()), 0)
+    console.print(f"{_how(recipe, images, device, rounds)}\n{_meaning(recipe)}", style="dim")
     if different:
         console.print(
             f"Counted and measured differ by more than a tenth of a step from these cuts. On this machine another "
@@ -204,7 +222,11 @@ def show(recipe: Recipe, images: Images, costs: Costs, device: torch.device, bud
     console.print(f'  SuffixMask(model, cut="{choice.cut}")', soft_wrap=True)
 
 
-def _caption(recipe: Recipe, images: Images, device: torch.device, rounds: int) -> str:
+def _how(recipe: Recipe, images: Images, device: torch.device, rounds: int) -> str:
+    """Say how costs were measured, or that they were not."""
+    batch = f"{_batch(recipe, images)}, {images.classes} classes"
+    if not rounds:
+        return f"Counted, not measured (--rounds 0), on {recipe.model.name}: {batch}."
     threads = torch.get_num_threads()
     where = f"{processor()}, {threads} thread{'' if threads == 1 else 's'}" if device.type == "cpu" else device.type
     if device.type == "cuda":
@@ -214,8 +236,12 @@ def _caption(recipe: Recipe, images: Images, device: torch.device, rounds: int) 
     return (
         f"Measured on {recipe.model.name}, warmed up{median}. The share of a pass after a cut is the median of "
         f"{PASSES}; the times of a pass, an optimizer step and a perturbation are each the shortest of {TIMINGS}. "
-        f"{_batch(recipe, images)}, {images.classes} classes, {recipe.train.precision}; {where}; "
-        f"torch {torch.__version__}.\n"
+        f"{batch}, {recipe.train.precision}; {where}; torch {torch.__version__}."
+    )
+
+
+def _meaning(recipe: Recipe) -> str:
+    return (
         f"×: cost of a step relative to one {BASE_METHODS[recipe.optimizer.name]} step: 1 + what follows the cut + the "
         f"perturbation. F-SAM (Friendly SAM) is how thrifty SAM perturbs; it keeps a mean of gradients."
     )
