@@ -60,6 +60,15 @@ def test_a_name_that_is_none(name, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        (
+            "# only a comment",
+            r"own\.toml has no table; a table is \[NAME\], and below it rows, such as rows = \[{ recipe = \"digits-sam\" }\]$",
+        ),
+        ("[t]\nrows = []", r"t in .*own\.toml has no row; a table needs rows, such as rows = \[{ recipe ="),
+        (
+            "[s]\nrows = [{ recipe = 'digits-sgd' }]\n[t]\nrows_of = ['s']",
+            "t in .* has no row; .*, or rows_of tables whose rows have a paper number$",
+        ),
         ("[t]\ntitle = 'x'", "t in .* must be a table with rows or rows_of"),
         (
             "[t]\nother = 1\nrows = [{ recipe = 'digits-sgd' }]",

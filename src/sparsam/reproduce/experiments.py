@@ -22,6 +22,7 @@ LENGTHS = ("train.epochs", "train.max_steps", "data.limit")  # settings that mak
 NUMBER = (int, float)
 TABLE = {"title": str, "shows": str, "rows": list, "rows_of": list, "against": str}
 ROW = {"recipe": str, "set": list, "paper": NUMBER, "flops": NUMBER, "seconds": NUMBER}
+ROWS = 'rows, such as rows = [{ recipe = "digits-sam" }]'  # what a table needs, in words
 TEXTS = ("set", "rows_of")
 WORDS = {str: "a text", list: "a list", NUMBER: "a number"}
 
@@ -136,6 +137,8 @@ def read_experiments(path: Path) -> dict[str, Experiment]:
         raise RecipeError(f"there is no file {path}") from error
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(f"{path} is not valid TOML: {error}") from error
+    if not content:
+        raise RecipeError(f"{path} has no table; a table is [NAME], and below it {ROWS}")
     return {name: _experiment(path, name, content) for name in content}
 
 
@@ -152,6 +155,8 @@ def _experiment(path: Path, name: str, content: dict[str, Any]) -> Experiment:
         if other not in content or other == name:
             raise RecipeError(f"rows_of of {where} must name other tables of the file, but has {other!r}")
         rows += tuple(row for row in _experiment(path, other, content).rows if row.paper is not None)
+    if not rows:
+        raise RecipeError(f"{where} has no row; a table needs {ROWS}, or rows_of tables whose rows have a paper number")
     against = values.get("against")
     found = next((row for row in rows if row.name == against), None)
     if against is not None and found is None:
