@@ -256,16 +256,17 @@ def test_masks_of_whole_layers(shares, words, tmp_path):
 
 def test_what_cannot_be_looked_at(run, tmp_path):
     for arguments, text in [
-        (["sharpness", tmp_path], f"error: {tmp_path} is not a run directory: it has no recipe.json"),
+        (["sharpness", tmp_path], f"error: {tmp_path} has no runs in it, and is not one itself; give a run, "),
         (
-            ["gradients", tmp_path, "--redraw"],
+            ["gradients", tmp_path / "none", "--redraw"],
             "error: there is no .*gradients.json; compute it with: sparsam gradients",
         ),
         (["sharpness", run, "--redraw", "--rho", 0.2, "--adaptive-rho", 2], "so leave out --rho, --adaptive-rho$"),
         (["gradients", run, "--redraw", "--best", "--device", "cpu"], "so leave out --best, --device$"),
         (["landscape", run, "--redraw", "--dimensions", 1, "--points", 3], "so leave out --points$"),
         (["sharpness", run, "--rho", "-1"], "error: rho must be a finite number >= 0, but is -1.0"),
-        (["masks", tmp_path], f"error: {tmp_path} is not a run directory: it has no recipe.json"),
+        (["masks", tmp_path], f"error: {tmp_path} has no runs in it, and is not one itself; give a run, "),
+        (["masks", tmp_path / "none"], f"error: {tmp_path}/none is not a run directory: it has no recipe.json"),
         (
             ["gradients", run, "--output", __file__],
             f"error: --output must be a folder for figures, but {__file__} is a",

@@ -101,7 +101,8 @@ def test_the_command_along_principal_directions(runs, tmp_path):
 
 def test_the_command_refuses_before_it_computes(runs, tmp_path):
     for arguments, message in [
-        ([tmp_path], "is not a run directory"),
+        ([tmp_path], "has no runs in it, and is not one itself"),
+        ([tmp_path / "none"], "is not a run directory"),
         (
             [runs / "sgd", "--checkpoint", "x.pt"],
             "--checkpoint must be given for --directions pca, and only then, but --directions is random",

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from sparsam.errors import UserValueError
 from sparsam.report.styles import place
 from sparsam.runs.directory import RunDirectory, directories_in
+from sparsam.runs.results import result_files
 from sparsam.runs.run import read_method
 
 
@@ -24,8 +26,22 @@ def names_of(runs: Sequence[Path]) -> list[str]:
 
 
 def with_inner(runs: Iterable[Path]) -> list[Path]:
-    """Return runs, each once, and in place of a folder that is no run those in it, at any depth, if it has any."""
-    return list({path.resolve(): path for run in runs for path in directories_in(run) or [run]}.values())
+    """Return runs, each once, and in place of a folder that is no run those in it, at any depth."""
+    return list({path.resolve(): path for run in runs for path in _runs_in(run)}.values())
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """Return the runs in a folder. What is not there is taken for a run, and refused when it is read.
+
+    So is a folder with results alone: figures can be drawn from it.
+    """
+    found = directories_in(folder)
+    if not found and folder.is_dir() and not result_files(folder):
+        raise UserValueError(
+            f"{folder} has no runs in it, and is not one itself; give a run, which is a folder with a recipe.json, or "
+            f"a folder of runs"
+        )
+    return found or [folder]
 
 
 def ordered(runs: Iterable[Path]) -> list[Path]:
