@@ -138,7 +138,9 @@ REFUSED = [
     ("schedule.fraction=0.3", "schedule.fraction has no meaning for schedule.name = every-step, only for last-steps; leave it out"),
     ("mask=suffix", "mask.cut must be given for mask.name = suffix: the name of a module"),
     ("schedule=every-nth", "schedule.n must be given for schedule.name = every-nth: a whole number >= 1"),
-    ("schedule=last-steps", "schedule.fraction must be given for schedule.name = last-steps: a number in [0, 1]"),
+    ("schedule=last-steps", "schedule.fraction must be given for schedule.name = last-steps: a number in (0, 1]"),
+    *((f"schedule={{name='last-steps', fraction={given}}}", f"schedule.fraction must be a number in (0, 1], but is {given}.0") for given in (0, 30)),
+    ("ascent={name='friendly', decay=30}", "ascent.decay must be a number in [0, 1], but is 30.0"),
 ]  # fmt: skip
 
 

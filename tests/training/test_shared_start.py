@@ -259,10 +259,11 @@ def test_an_error_that_passes_leaves_the_start(tmp_path, alone, rows, steps_of, 
 
 def test_a_schedule_that_cannot_be_built_fails_in_its_own_turn(tmp_path, rows, steps_of):
     row = tmp_path / "wider.toml"
-    row.write_text(row.read_text().replace("0.333", "0.0"))
+    row.write_text(row.read_text().replace("0.333", "1e-9"))
     planned = plan(tmp_path, "wider.toml", "third.toml", "digits-sgd")
     failed = train_runs(planned, device=CPU, keep_going=True, share_start=True)
-    assert failed == ["wider, seed 0: schedule.fraction must be a number in (0, 1], but is 0.0"]
+    reason = "schedule.fraction must be that of at least one of total_steps=24 steps, but is 1e-09"
+    assert failed == [f"wider, seed 0: {reason}"]
     assert steps_of == {"digits-sgd": 24, "third": 8}
     assert not list(tmp_path.rglob(".lock"))
 

@@ -165,7 +165,7 @@ def test_every_setting_trains(tmp_path, settings):
 REFUSED = [  # by the objects themselves, which know nothing of recipes
     ("sam", ["mask=suffix", "mask.cut=layer9"], r"^mask\.cut must be .*'layer9'"),
     ("ssam-f", ["mask.samples=5000"], r"^mask\.samples must be .*5000"),
-    ("sam", ["schedule=last-steps", "schedule.fraction=0"], r"^schedule\.fraction must be .* but is 0\.0$"),
+    ("sam", ["schedule=last-steps", "schedule.fraction=1e-9"], r"^schedule\.fraction must be .* but is 1e-09$"),
     ("ssam-f", ["ascent=momentum"], r"^mask must be None with MomentumAscent"),
     ("sam", ["mask=suffix", "mask.cut=layer2", "mask.inner=suffix", "mask.inner.cut=layer3"], r"^mask\.inner must be a mask without a cut"),
 ]  # fmt: skip

@@ -105,7 +105,7 @@ class ScheduleConfig:
 
     name: str = one_of("every-step", SCHEDULES)
     n: int | None = setting(REQUIRED, "a whole number >= 1", lambda value: value >= 1, names=("every-nth",))
-    fraction: float | None = share(REQUIRED, names=("last-steps",))
+    fraction: float | None = share(REQUIRED, zero=False, names=("last-steps",))
     before: AscentConfig | None = setting(None, names=("last-steps",))  # noqa: RUF009
 
 

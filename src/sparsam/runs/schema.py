@@ -56,9 +56,11 @@ def one_of(default: str, choices: Sequence[str], names: Sequence[str] | None = N
     return setting(default, f"one of {', '.join(choices)}", lambda value: value in choices, names)
 
 
-def share(default: Any, names: Sequence[str] | None = None) -> Any:
-    """Declare a number in [0, 1]."""
-    return setting(default, "a number in [0, 1]", lambda value: 0 <= value <= 1, names)
+def share(default: Any, names: Sequence[str] | None = None, *, zero: bool = True) -> Any:
+    """Declare a number in [0, 1], or in (0, 1] where it cannot be zero."""
+    if zero:
+        return setting(default, "a number in [0, 1]", lambda value: 0 <= value <= 1, names)
+    return setting(default, "a number in (0, 1]", lambda value: 0 < value <= 1, names)
 
 
 def positive(default: Any) -> Any:
