@@ -231,6 +231,8 @@ REFUSED = [
     (["train", "digits-sam", "--set", "sam.rho=-1"], "error: sam.rho must be a number >= 0, but is -1.0"),
     (["train", "digits-sgd", "--set", "sam.rho=0.2"], "error: sam.rho has no meaning where sam.enabled is false; set sam.enabled=true too"),
     (["train", "digits-sam", "--set", "epochs=3"], "error: unknown key epochs; did you mean train.epochs?"),
+    (["train", "digits-sam", "--epochs", "3"], "error: --epochs is an option of reproduce; here it is a setting: --set train.epochs=3"),
+    (["compare", "digits-sam", "--epochs=x"], "error: --epochs is an option of reproduce; here it is a setting: --set train.epochs=x"),
     (["train", "digits-sam", "--device", "quantum"], "error: --device must be a device of this machine (cpu"),
     (["train", "cifar10-resnet18-sam", "--set", "data.root=nowhere", "-o", "{tmp}/x"], "error: cifar10 is not at"),
     (["train", "cifar10-resnet18-sam", "--set", "data.root=nowhere", "-o", "{tmp}/x"], ": --set data.root=DIR"),

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from sparsam.cli.analysis import Device, find_device, measure_missing
-from sparsam.cli.options import MaxSteps, Set, ShareStart, continued_by_same_command, overrides
+from sparsam.cli.options import MaxSteps, NoEpochs, Set, ShareStart, continued_by_same_command, overrides
 from sparsam.cli.report import show_runs
 from sparsam.report import write_report
 from sparsam.training.comparison import compare_recipes
@@ -20,6 +20,7 @@ def compare(
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each recipe, with seeds 0, 1, ...")] = 1,
     settings: Set = None,
     max_steps: MaxSteps = None,
+    epochs: NoEpochs = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write.")] = Path("runs/compare"),
     sharpness: Annotated[
         float | None,

@@ -8,7 +8,15 @@ from typing import Annotated
 
 import typer
 
+from sparsam.errors import UserValueError
 from sparsam.training.interrupt import Interrupted
+
+
+def _refuse_epochs(epochs: str | None) -> None:
+    """Name the setting that is meant: reproduce has the option, so it is tried elsewhere too."""
+    if epochs is not None:
+        raise UserValueError(f"--epochs is an option of reproduce; here it is a setting: --set train.epochs={epochs}")
+
 
 Set = Annotated[
     list[str] | None,
@@ -17,6 +25,7 @@ Set = Annotated[
 MaxSteps = Annotated[
     int | None, typer.Option(min=1, help="End each run after so many steps; schedules take this as their total.")
 ]
+NoEpochs = Annotated[str | None, typer.Option("--epochs", hidden=True, callback=_refuse_epochs)]
 ShareStart = Annotated[
     bool, typer.Option("--share-start", help="Runs that begin with the same base steps take them once, untimed.")
 ]

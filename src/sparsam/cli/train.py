@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from sparsam.cli.analysis import Device, find_device
-from sparsam.cli.options import MaxSteps, Set, overrides
+from sparsam.cli.options import MaxSteps, NoEpochs, Set, overrides
 from sparsam.errors import UserValueError
 from sparsam.runs.directory import RunDirectory
 from sparsam.training import load_recipe
@@ -26,6 +26,7 @@ def train(
     settings: Set = None,
     model: Annotated[str | None, typer.Option(help="Another network, such as wrn-28-10 or timm:NAME.")] = None,
     max_steps: MaxSteps = None,
+    epochs: NoEpochs = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Where to write; default: runs/NAME-seedN.")
     ] = None,
