@@ -314,6 +314,7 @@ class SAM(Wrapper, Policies):
         self._phase = Phase.IDLE
         self._passes.start()
 
+    @eager  # here and in _leave(): torch.compile traces what a context of perturbed() runs, but not its decorator
     @torch.no_grad()
     def _ascend(
         self, ascent: Ascent | None, *, repeats: bool | None = None, scale: float | Tensor | None = None
@@ -338,6 +339,7 @@ class SAM(Wrapper, Policies):
             self.restore()
             raise
 
+    @eager
     @torch.no_grad()
     def _leave(self, phase: Phase) -> None:
         """Go back from w + eps to w, if that is where the weights are."""
