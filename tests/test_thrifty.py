@@ -302,8 +302,7 @@ class WithTwoHeads(nn.Module):
 def test_the_output_of_an_auxiliary_head_may_be_a_part_of_the_loss():
     model, x = WithTwoHeads(), torch.ones(256, 16)
     opt = chain(model, cut=None, fraction=1.0, budget=2.5)
-    with pytest.raises(ValueError, match=r"cut must be where the model can be cut, such as 'layers\.1'"):
-        chain(model, cut="layers.3")
+    assert chain(model, cut="layers.3").choice.cut == "layers.3"  # the loss may use the late output alone
 
     def closure():
         opt.zero_grad()
@@ -314,6 +313,8 @@ def test_the_output_of_an_auxiliary_head_may_be_a_part_of_the_loss():
     cuts = [cut.name for cut in find_cuts(model, closure, passes=0)]
     assert cuts == [cut.name for cut in find_cuts(model, lambda: closure() and None, passes=0)]
     assert cuts == ["layers.0", "layers.1"]
+    of_late = [cut.name for cut in find_cuts(model, lambda: model(x)["late"].mean(), passes=0)]
+    assert of_late == ["layers.0", "layers.1", "layers.2", "layers.3", "layers.4", "layers.5"]
     assert opt.choice.cut in cuts
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it is replayed

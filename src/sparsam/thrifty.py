@@ -108,10 +108,11 @@ def thrifty(
             or a list, `model(**example_inputs)` for a dict).
         total_steps: The number of optimizer steps of the training.
         budget: What the training may cost, relative to that of the base optimizer alone; above 1.
-        rho: The radius of the perturbation.
+        rho: The radius of the perturbation. Search it: the best was up to eight times SAM's (docs/thrifty.md).
         params: Parameters or parameter groups; None: all of the model's. Weights that are not among them, or require no
             gradient, do not count in the choice.
-        cut: The name of the module from which on weights are perturbed; None: chosen.
+        cut: The name of the module from which on weights are perturbed; None: chosen, and not after an output that the
+            model does not go on with, such as that of an auxiliary head: the loss may use it.
         fraction: Of the steps that are sharpness-aware; None: as much as the budget allows. Where both are given, the
             budget does not matter.
         **base_arguments: Passed on to the base optimizer: `lr`, `momentum`, ... `adaptive`, `perturbation` and
@@ -189,7 +190,7 @@ def choose(
             f"find_cuts(model, closure) and `sparsam cuts` list all"
         )
     # Of cuts with the same weights after them the last costs least.
-    useful = {c.weights: c for c in costs if c.weights}.values()
+    useful = {c.weights: c for c in costs if c.weights and c.sure}.values()
     allowed = {c: cost for c, cost in costs.items() if c.name == cut or (cut is None and c in useful)}
     if not any(c.weights for c in allowed):
         where = "after a cut" if cut is None else f"from {cut!r} on"

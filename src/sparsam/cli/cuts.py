@@ -187,6 +187,8 @@ def show(recipe: Recipe, images: Images, costs: Costs, device: torch.device, bud
         table.add_column(heading, justify="right")
     different = []
     for cut, own in costs.counts.costs(FRIENDLY).items():
+        if measured and cut.name not in measured:  # the loss shows that it is none
+            continue
         fraction, steps = f"{100 * bought(budget, own):.1f}", [f"{of_sam[cut.name]:.2f}", f"{own:.2f}"]
         if measured:
             cost = measured[cut.name]

@@ -32,7 +32,7 @@ from sparsam.errors import UserValueError
 from sparsam.inventory import is_compiled
 from sparsam.passes import model_arguments, naming_inputs, preserve_state
 from sparsam.replay.autograd_graph import tensors_in
-from sparsam.replay.cuts import parameters_after, spans_after, weight_count
+from sparsam.replay.cuts import Found, parameters_after, spans_after, weight_count
 from sparsam.replay.modules import unwrap
 
 ELEMENT = 2000  # c: the FLOPs that take as long as to read or write an element
@@ -62,6 +62,8 @@ class CountedCut(NamedTuple):
     """The fraction of the trained weights that are used after the cut and nowhere before."""
     after: Work
     """The work of forward and backward that follows the cut."""
+    sure: bool = True
+    """Whether it is a cut whatever outputs the loss uses."""
 
 
 class Counts(NamedTuple):
@@ -120,7 +122,7 @@ def count_costs(model: nn.Module, example_inputs: Any, params: Iterable[Tensor] 
     with _same_everywhere(network):
         hidden = any(is_compiled(module) and network in set(module.modules()) for module in model.modules())
         with preserve_state(network):
-            places = {"": frozenset[Tensor]()} if hidden else parameters_after(network, run)
+            places, unsure = Found({"": frozenset()}, frozenset()) if hidden else parameters_after(network, run)
         counter = _Counter()
         with preserve_state(network), counter:
             spans = spans_after(network, [name for name in places if name], run, lambda: counter.work)
@@ -131,7 +133,7 @@ def count_costs(model: nn.Module, example_inputs: Any, params: Iterable[Tensor] 
     inside = trained.intersection(network.parameters())
     outside = trained - inside if inside else set()  # those of a loss, say: SAM perturbs them from every cut on
     cuts = [
-        CountedCut(name, weight_count((after & trained) | outside) / max(1, weights), work[name])
+        CountedCut(name, weight_count((after & trained) | outside) / max(1, weights), work[name], name not in unsure)
         for name, after in places.items()
     ]
     return Counts(work[""], weights, cuts)

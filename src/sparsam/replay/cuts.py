@@ -81,7 +81,8 @@ def find_cuts(
         )
     check_whole("passes", passes, least=0)
     with preserve_state(model):
-        places = parameters_after(unwrap(model), run)
+        found = parameters_after(unwrap(model), run)
+    places = {name: after for name, after in found.after.items() if name not in found.unsure}
     total = weight_count(places.pop(""))
     steps: dict[str, float] = {}
     if passes and places:
@@ -110,11 +111,19 @@ class _Visit(NamedTuple):
     input: Kept
 
 
-def parameters_after(model: nn.Module, run: Callable[[], Any]) -> dict[str, frozenset[Tensor]]:
-    """Run one pass; return the cuts by name, each with the parameters that are used after it and nowhere before.
+class Found(NamedTuple):
+    """The cuts of a model."""
 
-    Only parameters that require a gradient count. The name "" stands for all that are used.
-    """
+    after: dict[str, frozenset[Tensor]]
+    """By name, the earliest first, the parameters that are used after the cut and nowhere before. Only those that
+    require a gradient count. The name "" stands for all that are used."""
+    unsure: frozenset[str]
+    """Those that are none if the loss uses an output which is made before them, and which the model does not go on
+    with. Where the pass returns its loss there are none of these."""
+
+
+def parameters_after(model: nn.Module, run: Callable[[], Any]) -> Found:
+    """Run one pass, and find the cuts."""
     visits: dict[str, _Visit] = {}
     roots: list[Tensor] = []
     outputs: list[Tensor] = []
@@ -158,24 +167,28 @@ def parameters_after(model: nn.Module, run: Callable[[], Any]) -> dict[str, froz
     inner = [edge for edge in edges if leaf_of(edge[2]) is None]
     sources, targets = (np.array([edge[k] for edge in inner], dtype=np.int64) for k in (0, 1))
 
-    # If there is no loss to tell, it may use every output that the model does not go on with: not past a later cut.
     ends = {node_of(t) for t in outputs} - {edge[2] for edge in inner} if loss is None else set()
     earliest = min((end._sequence_nr() for end in ends if end is not None and leaf_of(end) is None), default=math.inf)
 
     def is_cut(visit: _Visit) -> bool:
         inputs = {node_of(t) for t in tensors_in(visit.input.value)}
         crossing = np.flatnonzero((sources >= visit.start) & (targets < visit.start))
-        through_input = all(sources[i] < visit.end and inner[i][2] in inputs for i in crossing)
-        return visit.input.unchanged and through_input and earliest >= visit.start
+        return visit.input.unchanged and all(sources[i] < visit.end and inner[i][2] in inputs for i in crossing)
 
     by_place: dict[int, str] = {}
     for v in sorted(visits.values(), key=lambda v: (v.start, -v.end, v.name.count("."))):  # the outermost first
         if v.name and is_cut(v):
             by_place.setdefault(v.start, v.name)
+    # Of cuts with the same parameters after them the last counts, of those that are sure.
     by_parameters = {
-        frozenset(p for p, use in first_use.items() if use >= start): name for start, name in by_place.items()
+        frozenset(p for p, use in first_use.items() if use >= start): start
+        for start in sorted(by_place, key=lambda start: (start <= earliest, start))
     }
-    return {"": frozenset(first_use), **{name: after for after, name in by_parameters.items() if weight_count(after)}}
+    after = {start: params for params, start in by_parameters.items() if weight_count(params)}
+    return Found(
+        {"": frozenset(first_use), **{by_place[start]: after[start] for start in sorted(after)}},
+        frozenset(by_place[start] for start in after if start > earliest),
+    )
 
 
 def _entries(output: Any) -> Iterable[Any]:
