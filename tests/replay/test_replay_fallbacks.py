@@ -423,7 +423,7 @@ def test_two_step_use_is_exact_and_says_that_it_saves_nothing(way):
     model, opt, closure = chain()
     expected = run_plain(Situation())
     torch.manual_seed(1)
-    with pytest.warns(UserWarning, match=r"only step\(closure\) can start it at the cut") as caught:
+    with pytest.warns(UserWarning, match=r"only step\(closure\) sees which modules are called") as caught:
         for state in expected:
             way(opt, closure)
             assert [name for name in differences(snapshot(model), state) if name != "loss"] == []

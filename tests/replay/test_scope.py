@@ -143,7 +143,7 @@ def compiled(net, opt, batch):
 @pytest.mark.parametrize(
     ("way", "reason"),
     [
-        (without_closure, "only step(closure) can start it at the cut, first_step() and perturbed() cannot"),
+        (without_closure, "only step(closure) sees which modules are called, first_step() and perturbed() do not"),
         (compiled, "the model is compiled as a whole; compile its blocks instead"),
     ],
 )
@@ -170,3 +170,66 @@ def test_a_weight_that_is_used_on_both_sides_stays(way):
     names = [name for (name, _), m in zip(net.named_parameters(), opt.masks(), strict=True) if m.any()]
     assert "blocks.0.0.weight" not in names
     assert "blocks.1.0.bias" in names
+
+
+class Part(nn.Module):
+    """Uses a parameter of its own between two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scale, self.second = nn.Linear(6, 6), nn.Parameter(torch.ones(6)), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.second((self.first(x) * self.scale).tanh())
+
+
+class Around(nn.Module):
+    """Checkpoints a part that holds the cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.part, self.head = nn.Linear(3, 6), Part(), nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.head(checkpoint(self.part, self.stem(x), use_reentrant=True))
+
+
+@pytest.mark.filterwarnings("ignore:the second pass is computed in full")
+def test_what_reentrant_checkpointing_computes_without_a_graph_is_seen_when_it_is_computed_again():
+    torch.manual_seed(0)
+    net = Around()
+    opt = SAM(net.parameters(), rho=0.5, mask=SuffixMask(net, "part.second"), lr=0.1)
+    closure = closure_of(net, opt, (torch.randn(8, 3), torch.arange(8) % 4))
+    for _ in range(2):
+        opt.step(closure)
+        assert moved(net, opt) == ["head", "part.second"]
+
+
+class WithStatistic(Net):
+    """Returns a number of an early layer too, which no loss uses."""
+
+    def forward(self, x):
+        h = self.blocks[0](self.stem(x) + self.pos)
+        return self.head(self.blocks[2](self.blocks[1](h))), h.mean()
+
+
+def test_an_output_that_the_loss_does_not_use_does_not_stop_replay():
+    torch.manual_seed(0)
+    net = WithStatistic()
+    opt = SAM(net.parameters(), rho=0.5, mask=SuffixMask(net, "blocks.2"), lr=0.1)
+    x, y = torch.randn(8, 3, dtype=torch.float64), torch.arange(8) % 4
+    calls = []
+    net.stem.register_forward_hook(lambda *_: calls.append(1))
+
+    def closure():
+        opt.zero_grad()
+        loss = F.cross_entropy(net(x)[0], y)
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        calls.clear()
+        expected = plain_step(net, (x, y), ["blocks.2", "head"])
+        opt.step(closure)
+        torch.testing.assert_close([p.detach() for p in net.parameters()], expected, rtol=1e-12, atol=1e-12)
+    assert len(calls) == 1  # once a step

@@ -144,7 +144,8 @@ class Recorder:
         self.recording.forwards += 1
         self._enter(args, kwargs)
         output = call(*args, **kwargs)
-        self.recording.outputs += tensors_in(output)
+        if (path := self.recording.path) is not None and not path.proven:
+            self.recording.outputs += tensors_in(output)
         return output
 
     def before(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -164,7 +165,7 @@ class Recorder:
             for t in tensors:
                 if (node := node_of(t)) is not None:
                     self._known.add(node)
-            random = get_rng_state(recording.devices) if self.keeps_random else {}
+            random = get_rng_state(recording.devices) if self.keeps_random and not recording.open else {}
             kept = Kept(None, []) if recording.open else Kept(output, _versions(tensors))
             recording.calls.append(PastCall(name, arguments, kept, random))
         return output
@@ -179,24 +180,23 @@ class Recorder:
             recording.input = Kept((args, kwargs), _versions(inputs))
             recording.random = get_rng_state(recording.devices)
             self._reach(inputs)
-        detach = not recording.open
+        detach = not recording.open  # also below, where it is opened: as when the module was called first
         if not same_tensors(recording.input.value, (args, kwargs)):
             tensors = tensors_in(args, kwargs)
+            self._look_before(tensors)
             if not in_backward():
-                self._note_turn(tensors)
+                self._turns.append(list(map(weakref.ref, tensors)))
                 return call(*args, **kwargs)
             if any(same_tensors([t() for t in turn], tensors) for turn in self._turns):
                 return call(*args, **kwargs)  # checkpointing computes that turn again
-            # It is still detached here, as when it was called first.
             recording.stay_open(f"{recording.cut!r} lies inside a part that is checkpointed; cut at that part's input")
         if detach:
             args, kwargs = map_tensors(self._detach, args), map_tensors(self._detach, kwargs)
         return call(*args, **kwargs)
 
-    def _note_turn(self, tensors: list[Tensor]) -> None:
-        """Note a further call of the module at the cut. The first one with a graph shows what code before it uses."""
+    def _look_before(self, tensors: list[Tensor]) -> None:
+        """Find the parameters that code before the cut uses, in the first call of its module that has a graph."""
         recording = self.recording
-        self._turns.append(list(map(weakref.ref, tensors)))
         if self._without_graph and recording.before is not None and torch.is_grad_enabled():
             self._without_graph = False
             used = recording.before.parameters | parameters_of(reachable_nodes(tensors))

@@ -57,6 +57,7 @@ CROSSED = (
     "where the model can be cut"
 )
 TWO_STEP = "only step(closure) can start it at the cut, first_step() and perturbed() cannot"
+UNSEEN = "only step(closure) sees which modules are called, first_step() and perturbed() do not"
 MAX_NEW_PATHS, STEPS = 16, 100  # a model with more new paths in so many steps is not replayed
 
 
@@ -226,7 +227,8 @@ class Replay:
         inputs = tensors_in(recording.input.value)
         outputs, recording.outputs = recording.outputs, []
         ends = {node for t in inputs if (node := node_of(t)) is not None}
-        after = reachable_nodes([*outputs, *tensors_in(loss)], stop=ends)
+        used = [t for t in tensors_in(loss) if t.requires_grad] or outputs  # not what no loss uses
+        after = reachable_nodes(used, stop=ends)
         own = EndOfGradient.__name__
         path.custom = not after or any(
             isinstance(node, BackwardCFunction) and not node.name().startswith(own) for node in after
@@ -332,7 +334,7 @@ class Replay:
         """Say that the parameters after the cut are not seen, and why."""
         if not self._warned:
             self._warned = True
-            reason = self._off or (TWO_STEP if self.recording is None else self._obstacle(self.recording, ()))
+            reason = self._off or (UNSEEN if self.recording is None else self._obstacle(self.recording, ()))
             warn(
                 f"the second pass is computed in full, and which parameters follow {self.cut!r} is not seen: those of "
                 f"modules that were registered from it on are perturbed, which may be others. The reason: {reason}"
