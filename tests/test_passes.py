@@ -226,6 +226,21 @@ def test_a_large_conjugated_buffer_stays():
     assert int(model[1].num_batches_tracked) == 2
 
 
+def test_a_conjugated_buffer_moves_once_a_step():
+    class Counting(nn.Linear):
+        def forward(self, x):
+            self.count.add_(1)
+            return super().forward(x)
+
+    model = nn.Sequential(Counting(4, 4), nn.Linear(4, 2))
+    model[0].register_buffer("count", torch.zeros(3, dtype=torch.complex64).conj())
+    step = step_of(model, None)
+    for _ in range(3):
+        step()
+    assert model[0].count.is_conj()
+    assert model[0].count.tolist() == [3, 3, 3]
+
+
 @pytest.mark.parametrize("make", [expanded, of_inference_mode])
 @pytest.mark.parametrize("cut", [None, "2"])
 def test_a_buffer_that_torch_cannot_write_into_stays(make, cut):

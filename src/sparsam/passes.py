@@ -226,7 +226,9 @@ class SavedBuffers:
     @torch.no_grad()  # a buffer may require a gradient
     def __init__(self, places: Iterable[Place]) -> None:
         self.places = list(places)
-        self._saved = save(place.buffer for place in self.places if _can_change(place.buffer))
+        buffers = [place.buffer for place in self.places if _can_change(place.buffer)]
+        self._saved = save(b for b in buffers if not _is_lazy(b))
+        self._lazy = [Saved([b], [b.clone()]) for b in buffers if _is_lazy(b)]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -234,10 +236,13 @@ class SavedBuffers:
         for module, name, buffer in self.places:
             module._buffers[name] = buffer
         restore(self._saved)
+        for (buffer,), (copy,) in self._lazy:
+            buffer.copy_(copy)
 
     def moved(self, places: Iterable[Place]) -> set[tuple[nn.Module, str]]:
         """Return which of these buffers were replaced, or hold other bits than they did. Waits for the device."""
-        copies = {t: copy for saved in self._saved for t, copy in zip(saved.tensors, saved.copies, strict=True)}
+        saved = [*self._saved, *self._lazy]
+        copies = {t: copy for part in saved for t, copy in zip(part.tensors, part.copies, strict=True)}
         return {
             (place.module, place.name)
             for place in places
@@ -345,10 +350,15 @@ def _places(modules: Iterable[nn.Module]) -> list[Place]:
 
 
 def _can_change(t: Tensor) -> bool:
-    """Tell whether torch can write into a tensor, as one of a list: not if it is of inference mode, or expanded."""
-    if t.is_inference() or t.is_conj() or t.is_neg():
+    """Tell whether torch can write into a tensor: not if it is of inference mode, or expanded."""
+    if t.is_inference():
         return False
     return not _is_strided(t) or all(step or size < 2 for step, size in zip(t.stride(), t.shape, strict=True))
+
+
+def _is_lazy(t: Tensor) -> bool:
+    """Tell whether a tensor is the conjugate or the negative of what its memory holds: foreach cannot write into it."""
+    return t.is_conj() or t.is_neg()
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

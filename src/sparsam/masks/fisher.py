@@ -105,7 +105,8 @@ def _collated(items: list[Any]) -> Any:
         return default_collate(items)
     except (TypeError, ValueError, KeyError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
+        remedy = "; pad tensors to one shape" if isinstance(error, RuntimeError) else ""
         raise UserValueError(
             f"dataset must hold tensors or numbers that are alike in every item, so that they can be stacked, but "
-            f"default_collate of {len(items)} items raised {type(error).__name__}: {reason}; pad tensors to one shape"
+            f"default_collate of {len(items)} items raised {type(error).__name__}: {reason}{remedy}"
         ) from error

@@ -75,8 +75,9 @@ class ClosureCheck:
         self.cleared = False
         torch.set_grad_enabled(True)  # step() sets it back; a closure may have left it off
         if code in self._proven and not accumulated:  # nothing must keep the memory of old gradients
-            old, first = UsedGradients(), next((p for p in params if p.grad is not None), None)
-            old.note(() if first is None else (first,))
+            # Of one parameter, which takes no time: the last, since every loss depends on a model's last layer.
+            old, last = UsedGradients(), next((p for p in reversed(params) if p.grad is not None), None)
+            old.note(() if last is None else (last,))
             result = closure()
             if self._proven[code] and not self.cleared:  # it did not call zero_grad this time
                 if old.added_to(params):

@@ -391,7 +391,7 @@ class SAM(Wrapper, Policies):
     def __repr__(self) -> str:
         adaptive = ", adaptive" if self.adaptive else ""
         base = f"base: {type(self.base_optimizer).__name__}{adaptive}, {self.steps:,} steps taken"
-        return f"{Wrapper.__repr__(self)}\n{base}\n{Policies.__repr__(self)}"
+        return f"{super().__repr__()}\n{base}\n{self._policy_lines()}"
 
     def __getstate__(self) -> dict[str, Any]:
         self._phase.refuse_inside_step("copying or pickling")

@@ -41,5 +41,5 @@ class Policies:
         policies = {"mask": self.mask, "ascent": self.ascent, "schedule": self.schedule}
         return {"adaptive": self.adaptive, **{name: policy.settings() for name, policy in policies.items()}}
 
-    def __repr__(self) -> str:
+    def _policy_lines(self) -> str:
         return f"mask: {self.mask!r}\nascent: {self.ascent!r}\nschedule: {self.schedule!r}"
