@@ -118,8 +118,8 @@ class Found(NamedTuple):
     """By name, the earliest first, the parameters that are used after the cut and nowhere before. Only those that
     require a gradient count. The name "" stands for all that are used."""
     unsure: frozenset[str]
-    """Those that are none if the loss uses an output which is made before them, and which the model does not go on
-    with. Where the pass returns its loss there are none of these."""
+    """Those that an output goes past if the loss uses it: it is made before them, and the model does not go on with it.
+    Empty where the pass returns its loss, which tells."""
 
 
 def parameters_after(model: nn.Module, run: Callable[[], Any]) -> Found:
