@@ -44,6 +44,7 @@ def count(model: nn.Module) -> int:
         ("wrn-40-2", "cifar", 10, 2_243_546),
         ("vgg11-bn", "cifar", 10, 28_149_514),
         ("vit-cifar", "cifar", 100, 6_373_220),
+        ("vit-small", "cifar", 10, 214_090),
         ("resnet18", "imagenet", 1000, 11_689_512),
         ("resnet34", "imagenet", 1000, 21_797_672),
         ("resnet50", "imagenet", 1000, 25_557_032),
@@ -149,7 +150,9 @@ def test_what_the_stages_put_out(name, stem, size, stages):
     assert x.shape == (2, 11)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnet-small", "wrn-10-2", "vgg11-bn", "vit-cifar"])
+@pytest.mark.parametrize(
+    "name", ["resnet18", "resnet50", "resnet-small", "wrn-10-2", "vgg11-bn", "vit-cifar", "vit-small"]
+)
 @pytest.mark.parametrize("channels", [1, 3])
 def test_channels(name, channels):
     x = torch.empty(2, channels, 32, 32, device="meta")

@@ -1,4 +1,4 @@
-"""The paper's networks, and a small ViT, by name: chains of stages, for 32×32 and for ImageNet images."""
+"""The paper's networks, and small ViTs, by name: chains of stages, for 32×32 and for ImageNet images."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ RESNETS: dict[str, tuple[type[BasicBlock | Bottleneck], tuple[int, ...], int]] =
     "resnet-small": (BasicBlock, (1, 1, 1), 16),
 }
 
-NAMES = (*RESNETS, "wrn-DEPTH-WIDTH (wrn-28-10, ...)", "vgg11-bn", "vit-cifar", "timm:NAME", "torchvision:NAME")
+VITS = {"vit-cifar": {}, "vit-small": {"patch_size": 8, "width": 64, "depth": 4}}
+
+NAMES = (*RESNETS, "wrn-DEPTH-WIDTH (wrn-28-10, ...)", "vgg11-bn", *VITS, "timm:NAME", "torchvision:NAME")
 
 
 def build_model(name: str, classes: int, *, channels: int = 3, stem: str = "cifar") -> nn.Module:
@@ -29,7 +31,7 @@ def build_model(name: str, classes: int, *, channels: int = 3, stem: str = "cifa
 
     Args:
         name: One of `resnet18`, `resnet34`, `resnet50`, `resnet-small`, `wrn-28-10` (any depth and width), `vgg11-bn`,
-            `vit-cifar`, or `timm:NAME` and `torchvision:NAME` where those packages are installed.
+            `vit-cifar`, `vit-small`, or `timm:NAME` and `torchvision:NAME` where those packages are installed.
         classes: The number of outputs.
         channels: Channels of the images.
         stem: "cifar" for small images, "imagenet" for large ones. Only ResNets have the second.
@@ -40,13 +42,13 @@ def build_model(name: str, classes: int, *, channels: int = 3, stem: str = "cifa
         block, depths, width = RESNETS[name]
         return ResNet(block, depths, classes, stem=stem, width=width, channels=channels)
     wide = WIDE.fullmatch(name)
-    if not wide and name not in ("vgg11-bn", "vit-cifar"):
+    if not wide and name not in ("vgg11-bn", *VITS):
         raise UserValueError(f"model must be one of {', '.join(NAMES)}, but is {name!r}")
     if stem != "cifar":
         raise UserValueError(f"model {name!r} is for small images; where the stem is {stem!r}, take a ResNet")
     if wide:
         return WideResNet(int(wide[1]), int(wide[2]), classes, channels=channels)
-    return VGG11BN(classes, channels=channels) if name == "vgg11-bn" else ViT(classes, channels=channels)
+    return VGG11BN(classes, channels=channels) if name == "vgg11-bn" else ViT(classes, channels=channels, **VITS[name])
 
 
 def _external(name: str, classes: int, channels: int) -> nn.Module:
