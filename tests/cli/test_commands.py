@@ -58,7 +58,11 @@ def test_compare_prints_the_runs_numbers(compared):
     assert summaries(output, "digits-sgd")[0]["step_ratio"] == {"median": 1, "low": 1, "high": 1, "rounds": 3}
     assert str(output / "report.html") in text.replace("\n", "")
     words = " ".join(text.split())
-    assert "±: the standard deviation over seeds. Step time: relative to the base optimizer, ± half of" in words
+    assert (
+        "±: the standard deviation over seeds. Training loss: the mean over the steps of the last epoch. Step time"
+        in words
+    )
+    assert "Step time: relative to the base optimizer, ± half of the range between the quartiles." in words
     assert "Loss rise" not in words
 
 

@@ -73,6 +73,10 @@ def summary(output, name, seed=0):
     return json.loads((output / f"{name}-seed{seed}" / "summary.json").read_text())
 
 
+def last_line(output, name, seed=0):
+    return json.loads((output / f"{name}-seed{seed}" / "metrics.jsonl").read_text().splitlines()[-1])
+
+
 def test_the_table_has_the_paper_ours_and_the_difference(reproduced):
     output, text = reproduced
     assert "table1: Digits (scaled down: train.epochs 2 instead of 15)" in text
@@ -86,6 +90,8 @@ def test_the_table_has_the_paper_ours_and_the_difference(reproduced):
         assert (row["row"], row["paper"], row["n"]) == (name, paper, "2")
         assert float(row["ours"]) == pytest.approx(fmean(found), abs=1e-4)
         assert float(row["deviation"]) == pytest.approx(stdev(found), abs=1e-4)
+        losses = [last_line(output, f"{name}-epochs2", seed)["train_loss"] for seed in (0, 1)]
+        assert float(row["train_loss"]) == pytest.approx(fmean(losses), rel=1e-4)
         assert f" {fmean(found):.2f} ± {stdev(found):.2f} " in line
         if paper:
             assert float(row["difference"]) == pytest.approx(fmean(found) - float(paper), abs=1e-4)

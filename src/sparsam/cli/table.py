@@ -22,6 +22,7 @@ LEAST_WANTED = (
     "Peak memory, MB",
     "Weight decay",
     "ρ",
+    "Training loss",
     "FLOPs (theory)",
     "Seeds",
 )  # left out first where room is short

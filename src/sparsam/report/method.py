@@ -95,6 +95,11 @@ class Method:
         return self.statistic(lambda run: run.best_accuracy)
 
     @property
+    def train_loss(self) -> Statistic | None:
+        """The training loss of the last epoch: by it a rho can be carried over from method to method."""
+        return self.statistic(lambda run: run.train_loss)
+
+    @property
     def step_ms(self) -> float | None:
         """Milliseconds of a step, as a median: one seed may have trained while the machine was busy."""
         found = [run.step_ms for run in self.counted if run.step_ms is not None]

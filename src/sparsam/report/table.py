@@ -9,6 +9,7 @@ from sparsam.report.method import Method, Statistic
 from sparsam.step_cost import StepRatio
 
 NONE = "–"
+TRAIN_LOSS, TRAIN_LOSS_NOTE = "Training loss", "Training loss: the mean over the steps of the last epoch."
 STEP_TIME = "Step time (measured)"
 
 
@@ -35,6 +36,7 @@ def summary_table(methods: Sequence[Method]) -> Table:
         "Method",
         "Seeds",
         f"{accuracy_label(methods)}, %",
+        TRAIN_LOSS,
         "Perturbed (mean of steps), %",
         "FLOPs (theory)",
         STEP_TIME,
@@ -54,6 +56,8 @@ def summary_notes(table: Table) -> dict[str, str]:
         varies = any(" ± " in row[i].text for row in table.rows)
         if "ccuracy" in heading and varies:
             notes[heading] = "±: the standard deviation over seeds."
+        elif heading == TRAIN_LOSS:
+            notes[heading] = TRAIN_LOSS_NOTE
         elif heading == STEP_TIME and varies:
             notes[heading] = "Step time: relative to the base optimizer, ± half of the range between the quartiles."
         elif heading.startswith("Loss rise"):
@@ -92,6 +96,7 @@ def _row(method: Method, methods: Sequence[Method], further: Sequence[str]) -> t
         Cell(method.label, "; ".join(_notes(method, methods))),
         Cell(str(len(method.counted))),
         Cell(spread(accuracy, 100, ".2f"), _best(method)),
+        Cell(spread(method.train_loss, 1, ".3f")),
         Cell(_scaled(method.perturbed, 100, ".1f")),
         Cell(times(method.theoretical_flops.mean if method.theoretical_flops else None)),
         _step_cell(method),

@@ -65,6 +65,11 @@ class Result:
         return self.method.accuracy if self.method else None
 
     @property
+    def train_loss(self) -> Statistic | None:
+        """Our training loss."""
+        return self.method.train_loss if self.method else None
+
+    @property
     def difference(self) -> float | None:
         """Our accuracy minus the paper's, in percent; None if it is not that of the test images."""
         if self.accuracy is None or self.row.paper is None or self.recipe.evaluated_on != "test":

@@ -6,7 +6,7 @@ import csv
 import io
 from collections.abc import Sequence
 
-from sparsam.report.table import NONE, Cell, Table, spread, step_ratio, times
+from sparsam.report.table import NONE, TRAIN_LOSS, TRAIN_LOSS_NOTE, Cell, Table, spread, step_ratio, times
 from sparsam.reproduce.comparison import Result
 from sparsam.reproduce.experiments import Experiment
 
@@ -25,8 +25,9 @@ def paper_table(experiment: Experiment, results: Sequence[Result]) -> Table:
     fisher = (fisher_heading(experiment), "Fisher, ours") if timed else ()
     against = (f"Minus {experiment.against.name} {INTERVAL}",) if experiment.against else ()
     always = ("Row", _ours(results), "n")
-    columns = ("Row", reference_heading(experiment), *always[1:], *against, "Difference", FLOPS, TIME, *fisher)
-    rows = [_row(result, printed=printed, timed=timed, against=bool(against)) for result in results]
+    losses = () if experiment.of_paper else (TRAIN_LOSS,)
+    columns = ("Row", reference_heading(experiment), *always[1:], *against, "Difference", *losses, FLOPS, TIME, *fisher)
+    rows = [_row(result, experiment, printed=printed, timed=timed) for result in results]
     kept = [i for i, heading in enumerate(columns) if heading in always or any(row[i].text != NONE for row in rows)]
     return Table(tuple(columns[i] for i in kept), tuple(tuple(row[i] for i in kept) for row in rows))
 
@@ -43,6 +44,8 @@ def paper_notes(table: Table) -> dict[str, str]:
             notes[heading] = f"Ours: the accuracy of the last epoch{spread}."
         elif heading.endswith(INTERVAL) and any("(" in row[i].text for row in table.rows):
             notes[heading] = "Interval: holds the true difference with 95 % confidence, by Welch's t-test."
+        elif heading == TRAIN_LOSS:
+            notes[heading] = TRAIN_LOSS_NOTE
         elif heading == FLOPS:
             notes[heading] = "FLOPs: by the paper's formula, which is not for rows with a cut."
         elif heading == TIME and varies:
@@ -66,7 +69,7 @@ def _ours(results: Sequence[Result]) -> str:
     return f"Ours ({images.pop()}), %" if images else "Ours, %"
 
 
-def _row(result: Result, *, printed: bool, timed: bool, against: bool) -> tuple[Cell, ...]:
+def _row(result: Result, experiment: Experiment, *, printed: bool, timed: bool) -> tuple[Cell, ...]:
     row, accuracy = result.row, result.accuracy
     own = ["ours"] if printed and row.paper is None else []
     return (
@@ -74,8 +77,9 @@ def _row(result: Result, *, printed: bool, timed: bool, against: bool) -> tuple[
         Cell(NONE if row.paper is None else f"{row.paper:.2f}"),
         Cell(spread(accuracy, 100, ".2f"), "; ".join(result.method.notes) if result.method else ""),
         Cell(str(accuracy.n) if accuracy else NONE),
-        *((_advantage(result),) if against else ()),
+        *((_advantage(result),) if experiment.against else ()),
         Cell(NONE if result.difference is None else f"{result.difference:+.2f}"),
+        *(() if experiment.of_paper else (Cell(spread(result.train_loss, 1, ".3f")),)),
         Cell(times(result.flops)),
         Cell(step_ratio(result.method.step_ratio if result.method else None)),
         *(_fisher_times(result) if timed else ()),
@@ -100,10 +104,11 @@ def comma_separated(results: Sequence[Result]) -> str:
     """Return the results for other programs: plain numbers, accuracies in percent, nothing where there is none."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
+    plain = ("paper", "ours", "deviation", "n", "difference", "train_loss", "flops", "time_ratio")
     further = ("fisher_seconds_paper", "fisher_seconds", "advantage", "advantage_low", "advantage_high")
-    writer.writerow(("row", "run", "paper", "ours", "deviation", "n", "difference", "flops", "time_ratio", *further))
+    writer.writerow(("row", "run", *plain, *further))
     for result in results:
-        row, accuracy = result.row, result.accuracy
+        row, accuracy, loss = result.row, result.accuracy, result.train_loss
         deviation = accuracy.deviation if accuracy else None
         advantage = result.advantage
         interval = advantage.interval if advantage else None
@@ -113,6 +118,7 @@ def comma_separated(results: Sequence[Result]) -> str:
             None if deviation is None else 100 * deviation,
             accuracy and accuracy.n,
             result.difference,
+            loss and loss.mean,
             result.flops,
             result.time,
             row.seconds,

@@ -104,6 +104,12 @@ class Run:
         return min(epochs, math.ceil(steps / epoch_steps)) if epoch_steps else None
 
     @property
+    def train_loss(self) -> float | None:
+        """The mean loss of the last epoch's steps; None if there is none, or it diverged."""
+        loss = self.metrics[-1].train_loss if self.metrics else math.nan
+        return loss if math.isfinite(loss) else None
+
+    @property
     def sam(self) -> bool:
         """Whether weights are perturbed at all."""
         return bool(self.recipe["sam"]["enabled"])
