@@ -146,7 +146,7 @@ def test_what_a_table_is_set_against_need_not_be_chosen(own, reproduced):
 def test_it_is_written_as_markdown_and_on_the_page(reproduced):
     output, _ = reproduced
     title = "table1: Digits (scaled down: train.epochs 2 instead of 15)"
-    text, page = (output / "table1-epochs2.md").read_text(), (output / "report-epochs2.html").read_text()
+    text, page = (output / "table1-epochs2.md").read_text(), (output / "table1-epochs2.html").read_text()
     assert text.startswith(f"# {title}\n\n| Row |")
     assert "| Row | Reference, % | Ours, % | n |" in text
     assert title in page
@@ -165,9 +165,9 @@ def test_a_figure_is_measured_and_drawn(reproduced):
     assert measured["samples"] == 128
     assert f"{100 * measured['below_zero']['']:.1f}" in text
     assert "\nfigure1 (scaled down" in text
-    for picture in ("figure1/gradients.png", "figure3/sparsity.png", "figure4/landscape.html"):
+    for picture in ("figure1-epochs2/gradients.png", "figure3-epochs2/sparsity.png", "figure4-epochs2/landscape.html"):
         assert (output / picture).is_file()
-    assert "SAM" in (output / "figure2" / "resnet-small-on-digits.html").read_text()
+    assert "SAM" in (output / "figure2-epochs2" / "resnet-small-on-digits.html").read_text()
 
 
 def test_again_trains_and_measures_nothing(own, reproduced):
@@ -227,7 +227,7 @@ def test_from_a_folder_draws_what_was_measured_without_the_weights(own, reproduc
     shown = invoke("reproduce", own, "--epochs", 2, "--from", kept, "-o", drawn).stdout
     measured = json.loads((kept / "digits-sam-epochs2-seed0" / "analysis" / "gradients.json").read_text())
     assert f"{100 * measured['below_zero']['']:.1f}" in shown
-    for picture in ("figure1/gradients.png", "figure3/sparsity.png", "figure4/landscape.html"):
+    for picture in ("figure1-epochs2/gradients.png", "figure3-epochs2/sparsity.png", "figure4-epochs2/landscape.html"):
         assert (drawn / picture).is_file()
     file = kept / "digits-sam-epochs2-seed0" / "analysis" / "gradients.json"
     file.write_text(json.dumps({**measured, "epochs": 1}))
@@ -382,7 +382,7 @@ def test_the_spectrum_of_a_run(tmp_path):
     invoke("reproduce", file, "--epochs", 1, "--samples", 64, "-o", tmp_path, *QUICK)
     measured = json.loads((tmp_path / "digits-sam-epochs1-seed0" / "analysis" / "hessian.json").read_text())
     assert measured["samples"] == 64
-    assert (tmp_path / "figure5" / "hessian.png").is_file()
+    assert (tmp_path / "figure5-epochs1" / "hessian.png").is_file()
 
 
 @pytest.mark.slow
@@ -461,7 +461,7 @@ def test_only_says_what_is_trained_and_the_table_keeps_the_runs_that_are_there(t
     both = {"digits-sgd": expected("digits-sgd", 2), "digits-sam": expected("digits-sam", 1)}
     assert shown() == both
     assert list(shown()) == ["digits-sgd", "digits-sam"]  # in the table's order
-    page = (tmp_path / "report-max_steps1.html").read_text()
+    page = (tmp_path / "t-max_steps1.html").read_text()
     assert all(f"<span>{name}</span>" in page for name in both)
     assert "<span>digits-thrifty</span>" not in page
     file = tmp_path / "digits-sgd-max_steps1-seed1" / "recipe.json"  # a run that is not of the row any more
@@ -478,15 +478,36 @@ def test_a_setting_of_some_rows_leaves_the_files_of_the_unchanged_table_as_they_
     own.write_text(f"[t]\nrows = [{', '.join(f'{{ recipe = {name!r}, set = {SHORT!r} }}' for name in rows)}]\n")
     arguments = ("reproduce", own, "--rounds", 0, *QUICK[:4], "-o", tmp_path)
     invoke(*arguments)
-    before = {name: (tmp_path / name).read_text() for name in ("t.md", "t.csv", "report.html")}
+    before = {name: (tmp_path / name).read_text() for name in ("t.md", "t.csv", "t.html")}
     changed = {name.replace(".", "-rho0.3.") for name in before}
     for more in ((), ("--only", "digits-sam")):
         text = invoke(*arguments, "--set", "sam.rho=0.3", *more).stdout
-        assert str(tmp_path / "report-rho0.3.html") in text.replace("\n", "")
+        assert str(tmp_path / "t-rho0.3.html") in text.replace("\n", "")
         assert {name: (tmp_path / name).read_text() for name in before} == before
         written = {path.name for path in tmp_path.iterdir() if path.is_file()} - {own.name}
         assert written == {*before, *changed}
-        assert all(f"<span>{name}-max_steps1</span>" in (tmp_path / "report-rho0.3.html").read_text() for name in rows)
+        assert all(f"<span>{name}-max_steps1</span>" in (tmp_path / "t-rho0.3.html").read_text() for name in rows)
+
+
+def test_a_figure_and_a_page_leave_those_of_other_settings_and_tables_as_they_are(tmp_path):
+    row = f"rows = [{{ recipe = 'digits-sam', set = {SHORT!r} }}]\n"
+    for name, head in (("t", "[t]\n"), ("u", "[u]\n"), ("f", "[f]\nshows = 'curves'\n")):
+        (tmp_path / f"{name}.toml").write_text(head + row)
+    output = tmp_path / "runs"
+
+    def written():
+        return {str(file.relative_to(output)): file.read_text() for file in output.rglob("*.html")}
+
+    before = {}
+    for name, *more in (("t",), ("u",), ("f",), ("f", "--set", "sam.rho=0.3")):
+        invoke("reproduce", tmp_path / f"{name}.toml", *more, "--rounds", 0, *QUICK[:4], "-o", output)
+        assert before.items() <= written().items()
+        before = written()
+    curves = "resnet-small-on-digits.html"
+    both = {"f.html", f"f/{curves}", "f-rho0.3.html", f"f-rho0.3/{curves}"}
+    assert set(before) == {"t.html", "u.html", *both}
+    invoke("reproduce", tmp_path / "f.toml", "--set", "sam.rho=0.3", "--from", output, "-o", tmp_path / "drawn")
+    assert [path.name for path in (tmp_path / "drawn").iterdir()] == ["f-rho0.3"]
 
 
 def test_a_table_with_earlier_rows_says_what_is_changed_in_these(tmp_path):

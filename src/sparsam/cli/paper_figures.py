@@ -23,23 +23,22 @@ MEASURED = {"gradients": "gradients.json", "hessian": "hessian.json", "landscape
 def draw_figure(
     experiment: Experiment,
     results: Sequence[Result],
-    output: Path,
+    folder: Path,
     device: Any = None,
     samples: int = 10_000,
     points: int = 50,
 ) -> None:
-    """Measure what a figure needs of its runs, unless that was done before, and draw it into OUTPUT/NAME.
+    """Measure what a figure needs of its runs, unless that was done before, and draw it into a folder.
 
     Args:
         experiment: The figure.
         results: Its rows with their runs. The first seed of each is drawn.
-        output: Where to write.
+        folder: Where to write.
         device: Where it is measured.
         samples: Training images to measure over.
         points: On each axis of a landscape.
     """
     runs = [result.method.runs[0] for result in results if result.method]
-    folder = output / experiment.name
     if experiment.shows == "sparsity":
         _sparsity(results, folder)
     elif not runs:
@@ -54,21 +53,21 @@ def draw_figure(
         _landscape(runs, folder, device, samples, points)
 
 
-def redraw_figure(experiment: Experiment, results: Sequence[Result], output: Path) -> None:
-    """Draw a figure into OUTPUT/NAME from what its runs hold, and measure nothing: weights are not needed.
+def redraw_figure(experiment: Experiment, results: Sequence[Result], folder: Path) -> None:
+    """Draw a figure into a folder from what its runs hold, and measure nothing: weights are not needed.
 
     Args:
         experiment: The figure.
         results: Its rows with their runs. The first seed of each that was measured is drawn.
-        output: Where to write.
+        folder: Where to write.
     """
     shows = experiment.shows or ""
     if shows not in MEASURED:
-        draw_figure(experiment, results, output)
+        draw_figure(experiment, results, folder)
         return
     of_rows = [result.method.runs for result in results if result.method]
     measured = [[run for run in runs if result_file(run.directory, MEASURED[shows]).is_file()] for runs in of_rows]
-    directories, folder = [runs[0].directory for runs in measured if runs], output / experiment.name
+    directories = [runs[0].directory for runs in measured if runs]
     if not directories:
         print(f"{experiment.name}: nothing was measured of these runs, and that needs their weights")
         return

@@ -281,7 +281,6 @@ def _show(
     """Print the tables, draw the figures, and write both."""
     whole = [with_earlier_rows(experiment, output, changes) for experiment in experiments]
     runs = [*read_finished(whole, output, changes), *elsewhere]
-    tables = {}
     for experiment, all_rows in zip(experiments, whole, strict=True):
         results = compare(all_rows, runs, changes)
         title, name = all_rows.heading(changes), experiment.name + file_suffix(all_rows.rows, changes)
@@ -289,15 +288,14 @@ def _show(
         replace_file(output / f"{name}.md", table_page(title, table))
         replace_file(output / f"{name}.csv", comma_separated(results))
         if experiment.shows is None:
-            tables[title] = table
             print_table(title, table, paper_notes(table), whole="the page")
         else:
             print_title(title)
-            draw_figure(experiment, results, output, device, samples, points)
-    if runs:
-        suffix = file_suffix([row for experiment in whole for row in experiment.rows], changes)
-        page = write_report([run.directory for run in runs], output / f"report{suffix}.html", tables=tables)
-        print(f"Tables as Markdown and CSV beside the page: {page}")
+            draw_figure(experiment, results, output / name, device, samples, points)
+        if found := [run.directory for result in results if result.method for run in result.method.runs]:
+            tables = {title: table} if experiment.shows is None else {}
+            page = write_report(found, output / f"{name}.html", tables=tables)
+            print(f"Also as Markdown and CSV beside the page: {page}")
 
 
 def _list(experiments: Sequence[Experiment]) -> None:

@@ -12,7 +12,7 @@ from sparsam.cli.table import print_table
 from sparsam.errors import UserValueError
 from sparsam.reproduce.comparison import EPOCHS, compare, find_runs, other_epochs
 from sparsam.reproduce.document import results_page
-from sparsam.reproduce.experiments import Experiment
+from sparsam.reproduce.experiments import Experiment, file_suffix
 from sparsam.reproduce.table import paper_notes, paper_table
 from sparsam.reproduce.times import measure_times, runs_to_time
 from sparsam.runs.files import replace_file
@@ -55,7 +55,7 @@ def show_folder(experiments: Sequence[Experiment], folder: Path, changes: list[s
             print(missing[experiment])
             continue
         if experiment.shows is not None:
-            redraw_figure(experiment, results, output)
+            redraw_figure(experiment, results, output / (experiment.name + file_suffix(experiment.rows, changes)))
         if experiment not in changed and (others := _others(experiment, runs, changes)):
             print(others.strip())
 
