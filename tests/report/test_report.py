@@ -100,6 +100,11 @@ def test_step_time_is_relative_to_a_comparable_run_without_sam(tmp_path):
         {"recipe": {"data.batch_size": 64}},
         {"recipe": {"train.precision": "bf16"}},
         {"recipe": {"model.name": "resnet18"}},
+        {"recipe": {"model.stem": "imagenet"}},
+        {"recipe": {"data.image_size": 160}},
+        {"recipe": {"train.channels_last": False}},
+        {"recipe": {"train.compile": True}},
+        {"recipe": {"train.cuda_graph": False}},
     ):
         assert collect([make_run(tmp_path, "sgd", **other), sam])[1].relative_step is None
     first, second = make_run(tmp_path, "sgd"), make_run(tmp_path, "sgd", 1, recipe={"name": "sgd-control"})

@@ -14,11 +14,13 @@ from sparsam.runs.directory import RunDirectory
 from sparsam.runs.files import RunError
 from sparsam.runs.recipe import RecipeError, images_to_evaluate, recipe_from
 from sparsam.runs.record import Record, is_number, shown
+from sparsam.runs.same import COMPUTATION, settings_of
 from sparsam.runs.step_time import step_time
 from sparsam.step_cost import StepRatio
 
 TEXTS = ("model.name", "data.name", "mask.name", "train.precision")  # keys of recipe.json that Run relies on
 NUMBERS = ("data.batch_size", "optimizer.weight_decay", "sam.rho", "train.epochs")
+WORKLOAD = {"model.name", "model.stem", "data.name", "data.batch_size", "data.image_size", *COMPUTATION}
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Run:
         device = self.environment["device"]
         details = ("processor", "threads") if device == "cpu" else ()
         machine = (device, self.environment.get("processes", 1), *(self.environment.get(detail) for detail in details))
-        return self.setup, self.recipe["data"]["batch_size"], self.recipe["train"]["precision"], machine
+        return frozenset(item for item in settings_of(self.recipe, ()) if item[0] in WORKLOAD), machine
 
     @property
     def seeds(self) -> tuple[object, ...]:
