@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import signal
 import weakref
 
@@ -146,6 +147,18 @@ def test_what_is_refused_before_anything_is_trained(tmp_path):
         compare("digits-sgd", "digits-sam", overrides=["mask.cut=layer2"])
     with pytest.raises(RecipeError, match=r"^unknown key train\.epoch; did you mean train\.epochs\?$"):
         compare("digits-sgd", overrides=["train.epoch=2"])
+    for text, error in (
+        ("train.epochs = -1", r"train\.epochs must be a whole number >= 1, but is -1"),
+        ("mask.sparsity = 0.5", r"mask\.sparsity has no meaning for mask\.name = dense, only for .*; leave it out"),
+        ("mask = 3", r"mask must be a table of settings, but is 3"),
+    ):
+        wrong = write(tmp_path / "wrong.toml", f'extends = "digits-sam"\n{text}\n')
+        with pytest.raises(RecipeError, match=rf"^{re.escape(str(wrong))}: {error}$"):
+            compare("digits-ssam-f", wrong, overrides=["mask.sparsity=0.9"])
+    with pytest.raises(RecipeError, match=r"^[^:]*wrong\.toml is not valid TOML"):
+        compare("digits-sgd", write(tmp_path / "wrong.toml", "mask ="))
+    with pytest.raises(RecipeError, match=r"^train\.epochs must be a whole number >= 1, but is 0$"):
+        compare(write(tmp_path / "fine.toml", 'extends = "digits-sgd"\n'), overrides=["train.epochs=0"])
     with pytest.raises(RecipeError, match="two have the same"):
         compare("digits-sgd", "digits-sgd")
     late = write(tmp_path / "late.toml", 'extends = "digits-thrifty"\nmask.cut = "layr3"\n')

@@ -55,11 +55,25 @@ def _plan(sources: Sequence[str | Path], seeds: int, output: Path, overrides: Se
     planned = []
     used: set[str] = set()
     for source in sources:
-        relevant = relevant_overrides(source, overrides)
+        try:
+            relevant = relevant_overrides(source, overrides)
+            recipe = load_recipe(source, relevant)
+        except RecipeError as error:
+            _name_file(source, error)
+            raise
         used.update(relevant)
-        planned += with_seeds(load_recipe(source, relevant), seeds, output)
+        planned += with_seeds(recipe, seeds, output)
     check_used(overrides, used)
     return planned
+
+
+def _name_file(source: str | Path, error: RecipeError) -> None:
+    """Raise an error again with the file that it is in, unless it names that or comes from overrides."""
+    try:
+        load_recipe(source)
+    except RecipeError as own:
+        if str(own) == str(error) and str(source) not in str(error):
+            raise RecipeError(f"{source}: {error}") from error
 
 
 def with_seeds(recipe: Recipe, seeds: int, output: Path) -> list[PlannedRun]:
