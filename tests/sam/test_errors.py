@@ -185,6 +185,13 @@ CONSTRUCTION = [
     ),
     (lambda: wrapped(torch.optim.Adadelta), ValueError, "but Adadelta has one"),
     (
+        lambda: SAM([w()], torch.optim.SparseAdam),
+        TypeError,
+        "base_optimizer must take dense gradients, but SparseAdam takes sparse ones alone; use Adam, and build "
+        "embeddings with sparse=False",
+    ),
+    (lambda: wrapped(torch.optim.SparseAdam), TypeError, "but SparseAdam takes sparse ones alone"),
+    (
         lambda: SAM([w()], SGD, lr=0.1, maximize=True),
         ValueError,
         "maximize must be False, but is True in parameter group 0",

@@ -159,6 +159,11 @@ def check_base(base: Any) -> None:
             f"base_optimizer must step without a closure, but {name} needs one and would call it at weights "
             f"that SAM knows nothing of"
         )
+    if isinstance(base, torch.optim.SparseAdam):
+        raise UserTypeError(
+            f"base_optimizer must take dense gradients, but {name} takes sparse ones alone; use Adam, and build "
+            f"embeddings with sparse=False"
+        )
     if getattr(base, "_overlap_with_ddp", False):
         raise UserTypeError(
             f"base_optimizer must step when it is told to, but {name} with overlap_with_ddp=True steps in every "
