@@ -36,7 +36,7 @@ def counts(**after: tuple[float, float]) -> Counts:
     for name, (cost, share) in after.items():
         flops = round((cost - 1) * base) - ELEMENT * FRIENDLY * round(share * weights)
         cuts.append(CountedCut(name, share, Work(flops)))
-    return Counts(Work(whole), weights, cuts)
+    return Counts(Work(whole), weights, cuts, {})
 
 
 MADE_UP = counts(a=(2.0, 1.0), b=(1.6, 0.9), c=(1.2, 0.5), d=(1.02, 0.01))
@@ -320,6 +320,36 @@ def test_the_output_of_an_auxiliary_head_may_be_a_part_of_the_loss():
         warnings.simplefilter("error")  # it is replayed
         for _ in range(3):
             opt.step(closure)
+
+
+class HeadFirst(nn.Module):
+    """Registers its head before its layers, and has one more layer, which is used in training alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.layers, self.spare = nn.Linear(16, 4), layers(), nn.Linear(16, 4)
+
+    def forward(self, x, *, training=False):
+        h = self.layers(x)
+        return self.head(h) + self.spare(h) if training else self.head(h)
+
+
+@pytest.mark.parametrize("spare", [False, True])
+def test_without_a_closure_the_weights_after_the_cut_are_those_that_were_counted(spare):
+    model, x = HeadFirst(), torch.ones(2, 16)
+    model.spare.requires_grad_(spare)
+    opt = thrifty(model, torch.optim.SGD, x, total_steps=2, cut="layers.4", fraction=1.0, **BASE)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for half in (opt.first_step, opt.second_step) * 2:
+            model(x, training=True).sum().backward()
+            half()
+            opt.zero_grad()
+    names = [name for (name, _), m in zip(model.named_parameters(), opt.masks(), strict=True) if m.any()]
+    moved = {name.rpartition(".")[0] for name in names}
+    assert moved == {"head", "layers.4", "layers.5", *(["spare"] if spare else [])}
+    (warning,) = [str(w.message) for w in caught]
+    assert ("is not seen: those of modules that were registered from it on" in warning) is spare  # not counted
 
 
 def test_few_weights_give_a_warning():

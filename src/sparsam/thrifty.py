@@ -32,7 +32,7 @@ from sparsam.checks import check_module, check_number, check_rho, check_whole
 from sparsam.distributed.shards import any_dtensor, fsdp_modules
 from sparsam.errors import UserTypeError, UserValueError, warn
 from sparsam.masks import SuffixMask
-from sparsam.replay import CountedCut, Counts, count_costs
+from sparsam.replay import CountedCut, Counts, ReplayedPasses, count_costs
 from sparsam.sam import SAM
 from sparsam.sam.checks import check_base, check_base_class, check_names, check_params, option_names
 from sparsam.schedules import LastSteps
@@ -159,6 +159,8 @@ def thrifty(
         **{name: base_arguments[name] for name in PASSED_ON if name in base_arguments},
     )
     opt.choice = choice
+    assert isinstance(opt._passes, ReplayedPasses)  # its mask has a cut
+    opt._passes.seen = {p: p not in counts.after[choice.cut] for p in counts.after[""]}
     _log.info("thrifty: %s", choice)
     if choice.weights < FEW_WEIGHTS:
         warn(f"thrifty perturbs few weights: {choice}; a larger budget, a smaller fraction, or cut=, perturbs more")

@@ -75,6 +75,8 @@ class Counts(NamedTuple):
     """The number of trained weights."""
     cuts: list[CountedCut]
     """All cuts, the earliest first."""
+    after: dict[str, frozenset[Tensor]]
+    """As in :class:`~.cuts.Found`: the parameters after each cut, and by the name "" all that are used."""
 
     def costs(self, perturbing: int = PERTURBING) -> dict[CountedCut, float]:
         """Return what a sharpness-aware step costs from each cut, in base steps.
@@ -129,14 +131,14 @@ def count_costs(model: nn.Module, example_inputs: Any, params: Iterable[Tensor] 
     work = {name: end.minus(start) for name, (start, end) in spans.items()}
     trained = {p for p in (network.parameters() if params is None else params) if p.requires_grad}
     weights = weight_count(trained)
-    del places[""]
     inside = trained.intersection(network.parameters())
     outside = trained - inside if inside else set()  # those of a loss, say: SAM perturbs them from every cut on
     cuts = [
         CountedCut(name, weight_count((after & trained) | outside) / max(1, weights), work[name], name not in unsure)
         for name, after in places.items()
+        if name
     ]
-    return Counts(work[""], weights, cuts)
+    return Counts(work[""], weights, cuts, places)
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]

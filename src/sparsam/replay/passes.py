@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +62,7 @@ class ReplayedPasses(Passes):
         super().__init__(model)
         shared = self._inventory if model is not None and unwrap(model) is unwrap(network) else None
         self.replay, self.replicas = Replay(network, cut, shared), replicas
+        self.seen: Mapping[Tensor, bool] = {}  # whether a parameter lies before the cut, as far as a pass has shown
         self._is_alone = False  # whether the latest first pass has exchanged no gradients
         self._prefix: list[bool] = []  # which of the optimizer's parameters lie before the cut
         self._skipped: Iterable[nn.Module] = ()
@@ -82,15 +83,18 @@ class ReplayedPasses(Passes):
     def find_scope(self, params: Sequence[Tensor]) -> None:
         """Find out which parameters lie in the suffix; let their gradients be the means over all replicas.
 
-        The recorded first pass shows it; without one the order of the modules has to do. A parameter that once was used
-        before the cut stays in the prefix. Several replicas settle it once, in their first step: what any of them uses
-        before the cut.
+        The recorded first pass shows it; without one what was seen before, or the order of the modules, has to do. A
+        parameter that once was used before the cut stays in the prefix. Several replicas settle it once, in their first
+        step: what any of them uses before the cut.
         """
         ddp = self.replicas.ddp if self.replay.distributed else None
         together, new = ddp is not None and group_size(ddp.process_group) > 1, len(self._prefix) != len(params)
-        prefix = self.replay.parameters_before()
+        prefix, by_order = self.replay.parameters_before(), False
         if prefix is None and new:
-            prefix = parameters_before_by_order(self.replay.model, self.replay.cut)
+            guess = parameters_before_by_order(self.replay.model, self.replay.cut)
+            prefix = frozenset(p for p in params if self.seen.get(p, p in guess))
+            by_order = any(p.requires_grad and p not in self.seen for p in params)
+        if by_order:
             self.replay.warn_by_order()
         elif self.replay.recording is None:
             self.replay.warn_two_step()
