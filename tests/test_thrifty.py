@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import os
 import re
 import subprocess
@@ -48,11 +49,11 @@ def test_made_up_costs_are_those_that_were_asked_for():
 
 
 CHOSEN = {
-    "many weights in many steps": ({"budget": 1.15}, ("b", 0.25)),  # a: 1 · 0.71, b: 0.9 · 0.88, c: 0.5 · 1.00
-    "a smaller budget": ({"budget": 1.09}, ("b", 0.15)),  # a: 1 · 0.53, b: 0.9 · 0.71, c: 0.5 · 0.98
-    "a small budget: fewer weights in more steps": ({"budget": 1.01}, ("c", 0.05)),  # 0.08, 0.12, 0.17
-    "a large budget": ({"budget": 1.3}, ("a", 0.3)),
-    "a larger one goes into steps": ({"budget": 1.5}, ("a", 0.5)),
+    "many weights in many steps": ({"budget": 1.15}, ("b", 0.25)),  # a: 0.96 · 0.53, b: 0.86 · 0.71, c: 0.49 · 0.98
+    "a smaller budget": ({"budget": 1.09}, ("b", 0.15)),  # a: 0.96 · 0.36, b: 0.86 · 0.53, c: 0.49 · 0.89
+    "a small budget: fewer weights in more steps": ({"budget": 1.01}, ("c", 0.05)),  # 0.05, 0.07, 0.11
+    "a large budget goes into steps": ({"budget": 1.3}, ("b", 0.5)),  # a: 0.96 · 0.78, b: 0.86 · 0.92
+    "a larger one into weights": ({"budget": 1.5}, ("a", 0.5)),  # a: 0.96 · 0.92, b: 0.86 · 0.98
     "more than everything": ({"budget": 2.5}, ("a", 1.0)),
     "a cut": ({"budget": 1.15, "cut": "a"}, ("a", 0.15)),
     "a late cut": ({"budget": 1.15, "cut": "d"}, ("d", 1.0)),
@@ -92,6 +93,11 @@ def test_a_named_fraction_costs_no_more_than_the_budget(total_steps):
     choice = choose(MADE_UP, total_steps=total_steps, budget=1.15, fraction=0.241)
     assert choice.cut == ("c" if total_steps == 10 else "b")
     assert choice.cost <= 1.15 + 1e-9
+
+
+def test_much_work_after_a_cut_is_worth_nothing_without_weights():
+    assert choose(counts(a=(2.0, 1.0), b=(1.5, 0.06)), total_steps=1000).cut == "a"
+    assert choose(counts(a=(2.0, 1.0), b=(1.5, 0.6)), total_steps=1000).cut == "b"
 
 
 def test_late_cuts_only_where_there_is_nothing_else():
@@ -385,18 +391,19 @@ def cost_of(cut: int, *, trained: int, perturbed: int) -> float:
     return 1 + (after + ELEMENT * FRIENDLY * 272 * perturbed) / (whole + ELEMENT * STEPPING * 272 * trained)
 
 
-@pytest.mark.parametrize(
-    ("trained", "cut", "perturbed"),
-    [(slice(0, 6), 0, 6), (slice(4, 6), 4, 2), (slice(2, 4), 2, 2), (slice(0, 2), 0, 2)],
-)
-def test_the_choice_counts_the_weights_that_are_trained(trained, cut, perturbed):
-    """No cut before which nothing is trained, or after which nothing is."""
+@pytest.mark.parametrize(("first", "end"), [(0, 6), (4, 6), (2, 4), (0, 2)])
+def test_the_choice_counts_the_weights_that_are_trained(first, end):
+    """No cut before which nothing is trained, or after which nothing is; the rule by hand."""
+    best = None
+    for cut in range(first, end):
+        cost = cost_of(cut, trained=end - first, perturbed=end - cut)
+        weights, fraction = (end - cut) / (end - first), int(1000 * 0.15 / (cost - 1)) / 1000
+        gain = (1 - math.exp(-min(weights, cost - 1) / 0.3)) * (1 - math.exp(-fraction / 0.2))
+        best = max(best or (0,), (gain, str(cut), weights, fraction, 1 + fraction * (cost - 1)))
     model = layers()
-    choice = chain(model, model[trained].parameters()).choice
-    assert (choice.cut, choice.weights) == (str(cut), 1.0)
-    cost = cost_of(cut, trained=perturbed, perturbed=perturbed)
-    assert choice.fraction == int(1000 * 0.15 / (cost - 1)) / 1000
-    assert choice.cost == pytest.approx(1 + choice.fraction * (cost - 1))
+    choice = chain(model, model[first:end].parameters()).choice
+    assert (choice.cut, choice.weights, choice.fraction) == best[1:4]
+    assert choice.cost == pytest.approx(best[4])
 
 
 def test_without_params_everything_is_trained():
@@ -535,7 +542,7 @@ def test_two_processes_under_different_load_choose_the_same():
     ]
     choices = [process.communicate(timeout=240)[0] for process in processes]
     assert choices[0] == choices[1]
-    assert choices[0].startswith("('stem.1', 0.998")
+    assert choices[0].startswith("('layer3', 0.7508")
 
 
 def train_in_rank(rank: int) -> tuple:

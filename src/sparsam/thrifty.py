@@ -5,13 +5,14 @@ follows a cut, and nothing before the cut is computed twice. If a step from the 
 
 .. math::  1 + q\,(c - 1)
 
-so a budget B buys the fraction q = (B - 1) / (c - 1). An earlier cut perturbs more of the weights, but in fewer steps.
-Thrifty takes the cut with the largest
+so a budget B buys the fraction q = (B - 1) / (c - 1). An earlier cut perturbs more of the network, but in fewer steps.
+Let s be how much: the share of the weights that follow the cut, or c - 1 if that is less. Thrifty takes the cut with
+the largest
 
-.. math::  \text{weights after the cut} \cdot \big(1 - e^{-q / 0.12}\big)
+.. math::  \big(1 - e^{-s / 0.3}\big) \big(1 - e^{-q / 0.2}\big)
 
-which estimates the gain, by the search in docs/thrifty.md: the last 12 % of the steps bring 63 % of what all steps
-would bring, the last 30 % bring 92 %. Cuts that less than 5 % of the weights follow are left out, if there are others.
+which orders the cuts as three searches did (docs/thrifty.md): both more of the network and more steps bring less and
+less. Cuts that less than 5 % of the weights follow are left out, if there are others.
 The costs are counted (:mod:`sparsam.replay.counting`), so the choice depends on nothing but the model, the shape of its
 batch, the budget and the number of steps.
 """
@@ -39,7 +40,8 @@ from sparsam.schedules import LastSteps
 
 BUDGET = 1.15
 RHO = 0.2
-STEPS_SCALE = 0.12  # the last fraction q of the steps brings 1 - exp(-q / STEPS_SCALE) of the gain
+SHARE_SCALE = 0.3  # perturbing the share s of the network brings 1 - exp(-s / SHARE_SCALE) of the gain, ...
+STEPS_SCALE = 0.2  # ... in the last fraction q of the steps 1 - exp(-q / STEPS_SCALE) of that
 FEW_WEIGHTS = 0.05  # a fraction of the weights: perturbing fewer gives a warning
 CHOSEN = ("mask", "ascent", "schedule")  # arguments of SAM that are not given here
 PASSED_ON = ("adaptive", "perturbation", "process_group")  # to SAM
@@ -212,7 +214,7 @@ def choose(
                 f"{cheapest.name!r} on, but is {budget:g}; it buys one of {enough:,} (total_steps counts optimizer "
                 f"steps, not epochs)"
             )
-        chosen = max(worthy, key=lambda c: _gain(c.weights, steps[c] / total_steps))
+        chosen = max(worthy, key=lambda c: _gain(min(c.weights, allowed[c] - 1), steps[c] / total_steps))
         fraction = steps[chosen] / total_steps
         if cut is None and budget > 2 * allowed[chosen]:
             warn(
@@ -234,9 +236,9 @@ def choose(
     return Choice(chosen.name, chosen.weights, float(fraction), int(total_steps), cost)
 
 
-def _gain(weights: float, fraction: float) -> float:
-    """Return which part of the gain comes from perturbing these fractions of the weights and of the steps."""
-    return weights * (1 - math.exp(-fraction / STEPS_SCALE))
+def _gain(share: float, fraction: float) -> float:
+    """Return which part of the gain comes from perturbing a share of the network in a fraction of the steps."""
+    return (1 - math.exp(-share / SHARE_SCALE)) * (1 - math.exp(-fraction / STEPS_SCALE))
 
 
 def check_budget(budget: object) -> None:

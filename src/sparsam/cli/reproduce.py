@@ -97,7 +97,8 @@ def reproduce(
     at_once: Annotated[int, typer.Option(min=1, help="Runs that share a GPU.")] = 1,
     share_start: ShareStart = False,
     part: Annotated[
-        str | None, typer.Option(metavar="K/N", help="Train one of N parts of the runs, K from 0 to N - 1 (array jobs).")
+        str | None,
+        typer.Option(metavar="K/N", help="Train one of N parts of the runs, K from 0 to N - 1 (array jobs)."),
     ] = None,
     known: Annotated[
         Path | None,
