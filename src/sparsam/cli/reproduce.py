@@ -98,7 +98,7 @@ def reproduce(
     share_start: ShareStart = False,
     part: Annotated[
         str | None,
-        typer.Option(metavar="K/N", help="Train one of N parts of the runs, K from 0 to N - 1 (array jobs)."),
+        typer.Option(metavar="K/N", help="Train one of N parts of the runs, K from 0 (array jobs)."),
     ] = None,
     known: Annotated[
         Path | None,
