@@ -355,7 +355,22 @@ def test_without_a_closure_the_weights_after_the_cut_are_those_that_were_counted
     moved = {name.rpartition(".")[0] for name in names}
     assert moved == {"head", "layers.4", "layers.5", *(["spare"] if spare else [])}
     (warning,) = [str(w.message) for w in caught]
-    assert ("is not seen: those of modules that were registered from it on" in warning) is spare  # not counted
+    assert ("which of 2 parameters follow 'layers.4' is not seen: those of modules" in warning) is spare  # not counted
+
+
+def test_weights_outside_the_model_follow_every_cut_and_are_not_guessed():
+    model, x, w = HeadFirst(), torch.ones(2, 16), nn.Parameter(torch.ones(4))
+    model.spare.requires_grad_(False)
+    params = [*model.parameters(), w]
+    opt = thrifty(model, torch.optim.SGD, x, total_steps=1, cut="layers.4", fraction=1.0, params=params, **BASE)
+    with pytest.warns(
+        UserWarning, match=r"^the second pass is computed in full, exact but slower: only step\(closure\)"
+    ):
+        for half in (opt.first_step, opt.second_step):
+            (model(x) * w).sum().backward()
+            half()
+            opt.zero_grad()
+    assert opt.masks()[-1].all()
 
 
 def test_few_weights_give_a_warning():

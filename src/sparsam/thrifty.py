@@ -11,10 +11,10 @@ the largest
 
 .. math::  \big(1 - e^{-s / 0.3}\big) \big(1 - e^{-q / 0.2}\big)
 
-which orders the cuts as three searches did (docs/thrifty.md): both more of the network and more steps bring less and
-less. Cuts that less than 5 % of the weights follow are left out, if there are others.
-The costs are counted (:mod:`sparsam.replay.counting`), so the choice depends on nothing but the model, the shape of its
-batch, the budget and the number of steps.
+by which the best cut of three searches comes first, or is too close to tell (docs/thrifty.md). More of the network
+brings less and less, and so do more steps. Cuts that less than 5 % of the weights follow are left out, if there are
+others. The costs are counted (:mod:`sparsam.replay.counting`), so the choice depends on nothing but the model, the
+shape of its batch, the budget and the number of steps.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def thrifty(
     )
     opt.choice = choice
     assert isinstance(opt._passes, ReplayedPasses)  # its mask has a cut
-    opt._passes.seen = {p: p not in counts.after[choice.cut] for p in counts.after[""]}
+    opt._passes.known = counts.lies_before(choice.cut)
     _log.info("thrifty: %s", choice)
     if choice.weights < FEW_WEIGHTS:
         warn(f"thrifty perturbs few weights: {choice}; a larger budget, a smaller fraction, or cut=, perturbs more")
@@ -238,7 +238,7 @@ def choose(
 
 def _gain(share: float, fraction: float) -> float:
     """Return which part of the gain comes from perturbing a share of the network in a fraction of the steps."""
-    return (1 - math.exp(-share / SHARE_SCALE)) * (1 - math.exp(-fraction / STEPS_SCALE))
+    return math.expm1(-share / SHARE_SCALE) * math.expm1(-fraction / STEPS_SCALE)
 
 
 def check_budget(budget: object) -> None:

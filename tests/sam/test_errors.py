@@ -187,10 +187,10 @@ CONSTRUCTION = [
     (
         lambda: SAM([w()], torch.optim.SparseAdam),
         TypeError,
-        "base_optimizer must take dense gradients, but SparseAdam takes sparse ones alone; use Adam, and build "
+        "base_optimizer must take dense gradients, but SparseAdam takes sparse ones only; use Adam, and build "
         "embeddings with sparse=False",
     ),
-    (lambda: wrapped(torch.optim.SparseAdam), TypeError, "but SparseAdam takes sparse ones alone"),
+    (lambda: wrapped(torch.optim.SparseAdam), TypeError, "but SparseAdam takes sparse ones only"),
     (
         lambda: SAM([w()], SGD, lr=0.1, maximize=True),
         ValueError,

@@ -167,7 +167,7 @@ def test_what_is_refused_before_anything_is_trained(tmp_path):
     never = write(tmp_path / "never.toml", 'extends = "digits-thrifty"\nschedule.fraction = 1e-16\n')
     with pytest.raises(RecipeError, match=r"^never: schedule\.fraction must be that of at least one .* but is 1e-16$"):
         compare("digits-sgd", never)
-    steep = write(tmp_path / "steep.toml", 'extends = "digits-thrifty"\nsam.ramp_epochs = 1\n')
+    steep = write(tmp_path / "steep.toml", 'extends = "digits-thrifty"\nsam.ramp_epochs = 1\nschedule.fraction = 0.2\n')
     for length in ("train.epochs=4", "train.max_steps=48"):  # of both, a fifth is 10 steps
         with pytest.raises(RecipeError, match=r"^steep: sam\.ramp_epochs is 1, which is 12 steps, but .* has 10: rho"):
             compare("digits-sgd", steep, overrides=[length])

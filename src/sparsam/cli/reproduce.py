@@ -290,13 +290,12 @@ def _show(
         replace_file(output / f"{name}.csv", comma_separated(results))
         if experiment.shows is None:
             print_table(title, table, paper_notes(table), whole="the page")
+            if found := [run.directory for result in results if result.method for run in result.method.runs]:
+                page = write_report(found, output / f"{name}.html", tables={title: table})
+                print(f"As a page, and beside it as Markdown and CSV: {page}")
         else:
             print_title(title)
             draw_figure(experiment, results, output / name, device, samples, points)
-        if found := [run.directory for result in results if result.method for run in result.method.runs]:
-            tables = {title: table} if experiment.shows is None else {}
-            page = write_report(found, output / f"{name}.html", tables=tables)
-            print(f"Also as Markdown and CSV beside the page: {page}")
 
 
 def _list(experiments: Sequence[Experiment]) -> None:

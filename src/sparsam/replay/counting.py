@@ -78,6 +78,10 @@ class Counts(NamedTuple):
     after: dict[str, frozenset[Tensor]]
     """As in :class:`~.cuts.Found`: the parameters after each cut, and by the name "" all that are used."""
 
+    def lies_before(self, cut: str) -> dict[Tensor, bool]:
+        """Return of each parameter that the pass has used whether it lies before a cut."""
+        return {p: p not in self.after[cut] for p in self.after[""]}
+
     def costs(self, perturbing: int = PERTURBING) -> dict[CountedCut, float]:
         """Return what a sharpness-aware step costs from each cut, in base steps.
 

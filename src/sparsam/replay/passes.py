@@ -62,7 +62,7 @@ class ReplayedPasses(Passes):
         super().__init__(model)
         shared = self._inventory if model is not None and unwrap(model) is unwrap(network) else None
         self.replay, self.replicas = Replay(network, cut, shared), replicas
-        self.seen: Mapping[Tensor, bool] = {}  # whether a parameter lies before the cut, as far as a pass has shown
+        self.known: Mapping[Tensor, bool] = {}  # whether a parameter lies before the cut, as far as a pass has shown
         self._is_alone = False  # whether the latest first pass has exchanged no gradients
         self._prefix: list[bool] = []  # which of the optimizer's parameters lie before the cut
         self._skipped: Iterable[nn.Module] = ()
@@ -89,13 +89,14 @@ class ReplayedPasses(Passes):
         """
         ddp = self.replicas.ddp if self.replay.distributed else None
         together, new = ddp is not None and group_size(ddp.process_group) > 1, len(self._prefix) != len(params)
-        prefix, by_order = self.replay.parameters_before(), False
+        prefix, guessed = self.replay.parameters_before(), 0
         if prefix is None and new:
-            guess = parameters_before_by_order(self.replay.model, self.replay.cut)
-            prefix = frozenset(p for p in params if self.seen.get(p, p in guess))
-            by_order = any(p.requires_grad and p not in self.seen for p in params)
-        if by_order:
-            self.replay.warn_by_order()
+            by_order = parameters_before_by_order(self.replay.model, self.replay.cut)
+            prefix = frozenset(p for p in params if self.known.get(p, p in by_order))
+            unknown = set(self.replay.model.parameters()).difference(self.known)
+            guessed = sum(p.requires_grad and p in unknown for p in params)
+        if guessed:
+            self.replay.warn_by_order(f"of {guessed} parameters" if self.known else "parameters")
         elif self.replay.recording is None:
             self.replay.warn_two_step()
         if prefix is not None and (new or not together):

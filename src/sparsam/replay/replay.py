@@ -330,14 +330,14 @@ class Replay:
             how = "exact but slower" if exact else "and is no repetition of the first"
             warn(f"the second pass is computed in full, {how}: {reason}")
 
-    def warn_by_order(self) -> None:
-        """Say that the parameters after the cut are not seen, and why."""
+    def warn_by_order(self, parameters: str) -> None:
+        """Say that it is not seen which parameters follow the cut, and why."""
         if not self._warned:
             self._warned = True
             reason = self._off or (UNSEEN if self.recording is None else self._obstacle(self.recording, ()))
             warn(
-                f"the second pass is computed in full, and which parameters follow {self.cut!r} is not seen: those of "
-                f"modules that were registered from it on are perturbed, which may be others. The reason: {reason}"
+                f"the second pass is computed in full, and which {parameters} follow {self.cut!r} is not seen: those "
+                f"of modules that were registered from it on are perturbed, which may be others. The reason: {reason}"
             )
 
     def give_up(self, reason: str, *, exact: bool = True) -> None:

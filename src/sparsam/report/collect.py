@@ -37,7 +37,7 @@ def group_runs(runs: Iterable[Run], ignored: Collection[str] = NOT_IN_ROWS) -> l
     """Group runs by name and recipe, in the order of :data:`sparsam.report.styles.METHODS`.
 
     Step times that were not taken in turn are relative to the first method without SAM that has the same network, data,
-    batch size, image size, way to compute and device. Where there is none, `relative_step` is None.
+    batch size, image size, base optimizer, way to compute and device. Where there is none, `relative_step` is None.
 
     Args:
         runs: Of any kind.

@@ -96,8 +96,9 @@ class Method:
 
     @property
     def train_loss(self) -> Statistic | None:
-        """The training loss of the last epoch: by it a rho can be carried over from method to method."""
-        return self.statistic(lambda run: run.train_loss)
+        """The training loss of the last epoch; None if that of any run diverged."""
+        losses = [run.train_loss for run in self.counted]
+        return None if None in losses else self.statistic(lambda run: run.train_loss)
 
     @property
     def step_ms(self) -> float | None:

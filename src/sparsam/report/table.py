@@ -96,7 +96,7 @@ def _row(method: Method, methods: Sequence[Method], further: Sequence[str]) -> t
         Cell(method.label, "; ".join(_notes(method, methods))),
         Cell(str(len(method.counted))),
         Cell(spread(accuracy, 100, ".2f"), _best(method)),
-        Cell(spread(method.train_loss, 1, ".3f")),
+        Cell(spread(method.train_loss, 1, ".3g", ".2g")),
         Cell(_scaled(method.perturbed, 100, ".1f")),
         Cell(times(method.theoretical_flops.mean if method.theoretical_flops else None)),
         _step_cell(method),

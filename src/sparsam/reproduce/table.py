@@ -79,7 +79,7 @@ def _row(result: Result, experiment: Experiment, *, printed: bool, timed: bool) 
         Cell(str(accuracy.n) if accuracy else NONE),
         *((_advantage(result),) if experiment.against else ()),
         Cell(NONE if result.difference is None else f"{result.difference:+.2f}"),
-        *(() if experiment.of_paper else (Cell(spread(result.train_loss, 1, ".3f")),)),
+        *(() if experiment.of_paper else (Cell(spread(result.train_loss, 1, ".3g", ".2g")),)),
         Cell(times(result.flops)),
         Cell(step_ratio(result.method.step_ratio if result.method else None)),
         *(_fisher_times(result) if timed else ()),

@@ -20,7 +20,10 @@ from sparsam.step_cost import StepRatio
 
 TEXTS = ("model.name", "data.name", "mask.name", "train.precision")  # keys of recipe.json that Run relies on
 NUMBERS = ("data.batch_size", "optimizer.weight_decay", "sam.rho", "train.epochs")
-WORKLOAD = {"model.name", "model.stem", "data.name", "data.batch_size", "data.image_size", *COMPUTATION}
+WORKLOAD = {
+    *("model.name", "model.stem", "data.name", "data.batch_size", "data.image_size", "optimizer.name"),
+    *COMPUTATION,
+}
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ def check_base(base: Any) -> None:
         )
     if isinstance(base, torch.optim.SparseAdam):
         raise UserTypeError(
-            f"base_optimizer must take dense gradients, but {name} takes sparse ones alone; use Adam, and build "
+            f"base_optimizer must take dense gradients, but {name} takes sparse ones only; use Adam, and build "
             f"embeddings with sparse=False"
         )
     if getattr(base, "_overlap_with_ddp", False):

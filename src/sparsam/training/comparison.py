@@ -59,21 +59,21 @@ def _plan(sources: Sequence[str | Path], seeds: int, output: Path, overrides: Se
             relevant = relevant_overrides(source, overrides)
             recipe = load_recipe(source, relevant)
         except RecipeError as error:
-            _name_file(source, error)
-            raise
+            raise _with_file(source, error) from None
         used.update(relevant)
         planned += with_seeds(recipe, seeds, output)
     check_used(overrides, used)
     return planned
 
 
-def _name_file(source: str | Path, error: RecipeError) -> None:
-    """Raise an error again with the file that it is in, unless it names that or comes from overrides."""
+def _with_file(source: str | Path, error: RecipeError) -> RecipeError:
+    """Return an error with the recipe that has it, unless it names that already or comes from overrides."""
     try:
         load_recipe(source)
     except RecipeError as own:
         if str(own) == str(error) and str(source) not in str(error):
-            raise RecipeError(f"{source}: {error}") from error
+            return RecipeError(f"{source}: {error}")
+    return error
 
 
 def with_seeds(recipe: Recipe, seeds: int, output: Path) -> list[PlannedRun]:
