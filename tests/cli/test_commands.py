@@ -133,12 +133,14 @@ def test_compare_gives_settings_to_the_recipes_that_they_have_a_meaning_for(tmp_
 @pytest.mark.parametrize("command", ["compare", "reproduce"])
 def test_each_epoch_of_several_runs_has_a_line_in_a_log_and_each_run_another(tmp_path, command, how, of_second):
     table = tmp_path / "own.toml"
-    table.write_text("[own]\nrows = [{ recipe = 'digits-sgd' }, { recipe = 'digits-thrifty' }]\n")
-    what, tag = ([table], "-limit256-epochs2") if command == "reproduce" else (["digits-sgd", "digits-thrifty"], "")
+    late = tmp_path / "late.toml"
+    late.write_text('extends = "digits-thrifty"\nschedule.fraction = 0.2\n')
+    table.write_text(f"[own]\nrows = [{{ recipe = 'digits-sgd' }}, {{ recipe = '{late}' }}]\n")
+    what, tag = ([table], "-limit256-epochs2") if command == "reproduce" else (["digits-sgd", late], "")
     few = ["--set", "data.limit=256", "--set", "train.epochs=2", "--rounds", 0, "--device", "cpu"]
     done = invoke(command, *what, *few, *how, "-o", tmp_path / "runs")
     lines = [json.loads(line) for line in done.stderr.splitlines()]
-    for place, name, epochs in (("1 of 2", "digits-sgd", [1, 2]), ("2 of 2", "digits-thrifty", of_second)):
+    for place, name, epochs in (("1 of 2", "digits-sgd", [1, 2]), ("2 of 2", "late", of_second)):
         *own, end = (line for line in lines if line["place"] == place)
         assert {(line["run"], line["seed"]) for line in (*own, end)} == {(name + tag, 0)}
         assert [line["epoch"] for line in own] == epochs

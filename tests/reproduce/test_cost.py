@@ -76,7 +76,7 @@ MEAN = {  # convolutions of a step, in the mean over the 24 steps of a run
     "inner": ("digits-sam", ["mask=suffix", "mask.cut=layer2", "mask.inner=fisher"], ALL + AFTER),
     "thrifty": (
         "digits-thrifty",
-        [],
+        ["mask.cut=layer2", "schedule.fraction=0.2"],
         ALL + 5 / 24 * AFTER,
     ),  # of 24 steps, the first floor(0.8 * 24) = 19 are base steps
 }
@@ -100,10 +100,10 @@ def test_a_sort_of_step_is_measured_once(monkeypatch):
         return 1.0
 
     monkeypatch.setattr("sparsam.reproduce.cost.step_seconds", seconds)
-    settings = [[], ["schedule.fraction=0.5"], ["sam.rho=0.3"], ["mask.cut=layer3"], ["train.seed=1"]]
+    settings = [[], ["schedule.fraction=0.5"], ["sam.rho=0.3"], ["mask.cut=layer2"], ["train.seed=1"]]
     runs = [PlannedRun(load_recipe("digits-thrifty", own), Path("x")) for own in settings]
     assert [found.seconds for found in estimate(runs, torch.device("cpu"))] == [1.0] * 5
-    assert measured == [("NoneType", "layer2"), ("FriendlyAscent", "layer2"), ("FriendlyAscent", "layer3")]
+    assert measured == [("NoneType", "layer3"), ("FriendlyAscent", "layer3"), ("FriendlyAscent", "layer2")]
 
 
 @pytest.mark.parametrize(

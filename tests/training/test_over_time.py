@@ -61,7 +61,7 @@ def test_rho_of_each_step(tmp_path, monkeypatch, name):
 
 
 TOO_LONG = {  # of 24 steps, 12 an epoch: settings, the steps of the ramp, those from the first to the last that perturb
-    "the last fifth": ("thrifty", ["sam.ramp_epochs=2"], 24, 5, "0.416"),
+    "the last fifth": ("thrifty", ["schedule.fraction=0.2", "sam.ramp_epochs=2"], 24, 5, "0.416"),
     "one step": ("thrifty", ["schedule.fraction=0.5", "sam.ramp_epochs=1.05"], 13, 12, "1"),
     "every step": ("sam", ["sam.ramp_epochs=2.5"], 30, 24, "2"),
     "the last one that perturbs is step 20": (
@@ -93,14 +93,14 @@ def test_a_ramp_that_would_not_reach_rho_is_refused(tmp_path, name):
 
 
 def test_a_ramped_run_equals_a_plain_loop(tmp_path):
-    """Half of the steps are those of F-SAM from layer2 on; rho rises in the first 9 of them."""
+    """Half of the steps are those of F-SAM from layer3 on; rho rises in the first 9 of them."""
     r = recipe("thrifty", "schedule.fraction=0.5", "sam.ramp_epochs=0.75")
     train(r, tmp_path / "run", device=CPU)
 
     torch.manual_seed(0)
     loader = build_loader(r, CPU)
     model = build_network(r, loader.classes, loader.channels, CPU).train()
-    policies = {"mask": SuffixMask(model, "layer2"), "ascent": FriendlyAscent(), "schedule": LastSteps(0.5, 24)}
+    policies = {"mask": SuffixMask(model, "layer3"), "ascent": FriendlyAscent(), "schedule": LastSteps(0.5, 24)}
     opt = SAM(model.parameters(), torch.optim.SGD, rho=7.0, **policies, lr=0.05, momentum=0.9, weight_decay=1e-3)
     for step, (x, y) in enumerate((x, y) for epoch in range(2) for x, y in loader.epoch(epoch)):
         x = x.contiguous(memory_format=torch.channels_last)

@@ -227,7 +227,7 @@ def test_a_run_that_cannot_be_built_leaves_nothing(tmp_path, alone, rows):
         )
         assert len(failed) == (0 if mended else 1)
         assert (tmp_path / "third-seed0").exists() == mended
-        row.write_text(row.read_text().replace("layr3", "layer2"))
+        row.write_text(row.read_text().replace("layr3", "layer3"))
     assert same(final_weights(tmp_path / "third-seed0"), final_weights(alone / "third-seed0"))
 
 
