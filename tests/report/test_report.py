@@ -298,13 +298,13 @@ def test_sharpness_of_some_seeds_says_of_how_many(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("mask", "shown"), [({"name": "suffix", "cut": "layer3"}, "–"), ({"name": "fisher", "cut": None}, "1.65×")]
+    ("mask", "shown"), [({"name": "suffix", "cut": "layer3"}, None), ({"name": "fisher", "cut": None}, ("1.65×", ""))]
 )
 def test_runs_with_a_cut_have_no_theoretical_flops_though_older_ones_wrote_them(tmp_path, mask, shown):
     """The formula counts what a cut saves as if it were computed."""
     run = make_run(tmp_path, "ssam-f", recipe={f"mask.{key}": value for key, value in mask.items()})
     assert json.loads((run / "summary.json").read_text())["theoretical_flops"] == 1.647
-    assert row(collect([run]), "SSAM-F")["FLOPs (theory)"] == (shown, "")
+    assert row(collect([run]), "SSAM-F").get("FLOPs (theory)") == shown  # the column is left out where it is empty
 
 
 def test_density_is_the_mean_over_seeds(tmp_path):

@@ -30,7 +30,10 @@ class Table:
 
 
 def summary_table(methods: Sequence[Method]) -> Table:
-    """Return one row for each method. Further numbers of the runs become columns at the end."""
+    """Return one row for each method. Further numbers of the runs become columns at the end.
+
+    Empty columns are left out, but not that of the accuracy.
+    """
     further = list(dict.fromkeys(label for method in methods for label in method.extra))
     columns = (
         "Method",
@@ -46,7 +49,9 @@ def summary_table(methods: Sequence[Method]) -> Table:
         "ρ",
         *further,
     )
-    return Table(columns, tuple(_row(method, methods, further) for method in methods))
+    rows = [_row(method, methods, further) for method in methods]
+    filled = [i for i in range(len(columns)) if i <= 2 or any(row[i] != Cell(NONE) for row in rows)]
+    return Table(tuple(columns[i] for i in filled), tuple(tuple(row[i] for i in filled) for row in rows))
 
 
 def summary_notes(table: Table) -> dict[str, str]:
