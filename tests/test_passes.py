@@ -254,7 +254,7 @@ def test_a_buffer_that_torch_cannot_write_into_stays(make, cut):
     assert fixed.tolist() == [2.0] * 4
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("cut", [None, "2"])
 def test_statistics_of_a_scripted_norm_move_once(cut):
     torch.manual_seed(0)
