@@ -168,7 +168,7 @@ NOTICED_BY_THE_PROOF_ALONE = [
     and pattern is not patterns.SkipsLayersAtRandom  # the order of its calls tells too
 ]
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.\\w+` is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.\\w+` is deprecated")
 
 
 def name_of(pattern: type[Pattern]) -> str:
