@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all coverage test-page lint types format clean
+.PHONY: help setup demo gpu test test-all coverage test-page lint types format clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -27,6 +27,10 @@ demo: $(READY)  ## train a small network on embedded data with SGD, SAM and spar
 		$(BIN)/sparsam compare digits-sgd digits-ssam-d digits-thrifty $(DEMO) --rounds 0 >/dev/null; \
 		wait $$other || { tail -n 3 runs/demo.log; echo "The process for SAM and SSAM-F failed. Once more:"; }
 	$(BIN)/sparsam compare digits-sgd digits-sam digits-ssam-f digits-ssam-d digits-thrifty $(DEMO)
+
+OPTIONS ?=
+gpu: $(READY)  ## train what the documentation lacks, on a GPU: make gpu OPTIONS='--data FOLDER --minutes 60'
+	$(BIN)/python benchmarks/gpu.py $(OPTIONS)
 
 test: $(READY)  ## all tests that need neither a GPU nor many minutes
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not slow'
