@@ -16,7 +16,7 @@ from sparsam.runs.same import SEEDS, different_settings
 from sparsam.step_cost import StepRatio
 
 # Settings in which the seeds of one method may differ without a note.
-NOT_NOTED = {*SEEDS, "data.root", "data.workers", "train.checkpoint_epochs"}
+NOT_NOTED = {*SEEDS, "data.root", "data.workers", "train.checkpoint_epochs", "train.refresh_batchnorm"}
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, variance
+from typing import Any
 
 from sparsam.errors import need
 from sparsam.report.collect import group_runs
@@ -14,7 +15,7 @@ from sparsam.reproduce.experiments import Experiment, Row
 from sparsam.runs.directory import RunDirectory, directories_in
 from sparsam.runs.recipe import Recipe
 from sparsam.runs.run import Run, read_run
-from sparsam.runs.same import INCIDENTAL, different_settings
+from sparsam.runs.same import INCIDENTAL, settings_of
 
 EPOCHS = "train.epochs"
 CONFIDENCE = 0.95
@@ -120,9 +121,11 @@ def compare(experiment: Experiment, runs: Sequence[Run], overrides: Iterable[str
     against = experiment.against and experiment.against.recipe(overrides)
     recipes = {recipe.name: recipe for recipe in (*(recipe for _, recipe in wanted), against) if recipe}
     found: dict[tuple[str, int], Run] = {}  # a seed counts once
+    settings = [settings_of(run.recipe) for run in runs]
     for recipe in recipes.values():
-        for run in runs:
-            if not different_settings(recipe.to_dict(), run.recipe):
+        own = settings_of(recipe.to_dict())
+        for run, other in zip(runs, settings, strict=True):
+            if own == other:
                 found.setdefault((recipe.name, run.seed), replace(run, name=recipe.name))
     methods = {method.name: method for method in group_runs(found.values(), INCIDENTAL)}
     others = {name: methods.get(against.name) for name in recipes if name != against.name} if against else {}
@@ -132,12 +135,14 @@ def compare(experiment: Experiment, runs: Sequence[Run], overrides: Iterable[str
 def other_epochs(experiment: Experiment, runs: Sequence[Run], overrides: Iterable[str] = ()) -> Iterator[int]:
     """Yield the numbers of epochs, the largest first, of runs that differ from the rows in nothing else."""
     overrides = list(overrides)
-    recipes = [row.recipe(overrides).to_dict() for row in experiment.rows]
+    ignored = INCIDENTAL | {EPOCHS}
+    rows: dict[frozenset[tuple[str, Any]], set[int]] = {}
+    for row in experiment.rows:
+        recipe = row.recipe(overrides)
+        rows.setdefault(settings_of(recipe.to_dict(), ignored), set()).add(recipe.train.epochs)
     found = {
-        epochs[1]
+        run.recipe["train"]["epochs"]
         for run in runs
-        for recipe in recipes
-        if (changed := different_settings(recipe, run.recipe)).keys() == {EPOCHS}
-        for epochs in changed.values()
+        if rows.get(settings_of(run.recipe, ignored), set()) - {run.recipe["train"]["epochs"]}
     }
     yield from sorted(found, reverse=True)

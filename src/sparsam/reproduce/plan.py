@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sparsam.reproduce.experiments import Experiment
 from sparsam.runs.run import Run
-from sparsam.runs.same import different_settings
+from sparsam.runs.same import settings_of
 from sparsam.runs.schema import RecipeError
 from sparsam.training.comparison import check_used, with_seeds
 from sparsam.training.planned import PlannedRun
@@ -46,10 +46,10 @@ def without_known(planned: Sequence[PlannedRun], known: Sequence[Run]) -> tuple[
         known: Finished runs of any kind.
     """
     missing, found = [], []
+    finished = {(run.seed, settings_of(run.recipe)): run for run in reversed(known)}  # the first of each counts
     for run in planned:
-        seed, settings = run.recipe.train.seed, run.recipe.to_dict()
-        same = (other for other in known if other.seed == seed and not different_settings(settings, other.recipe))
-        if (other := next(same, None)) is None:
+        other = finished.get((run.recipe.train.seed, settings_of(run.recipe.to_dict())))
+        if other is None:
             missing.append(run)
         else:
             found.append(other)

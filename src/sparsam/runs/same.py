@@ -10,13 +10,14 @@ from sparsam.runs.recipe import Recipe
 from sparsam.settings import differences, flatten_settings
 
 SEEDS = frozenset({"train.seed", "mask.seed", "mask.inner.seed"})
-# Where a run is computed, and what is kept of it.
+# Where a run is computed, and what is kept and measured of it.
 PLACE = frozenset(
     {
         "data.root",
         "data.workers",
         "train.checkpoint_epochs",
         "train.checkpoint_steps",
+        "train.refresh_batchnorm",
         "train.tensorboard",
         "train.threads",
     }
