@@ -157,12 +157,13 @@ def train_unit(unit, device, options, log):
                 progress=lambda: LogProgress(ends=True),
             )
             if failed:
-                raise SystemExit("\n".join(failed))
+                raise UserError("\n".join(failed))
             if command := unit.command(options.output, smoke=options.smoke):
                 sys.argv = ["sparsam", *command]
                 sparsam()
         except (Interrupted, UserError) as error:
-            raise SystemExit(str(error)) from error
+            print(error)
+            raise SystemExit(1) from error
 
 
 class Slots:

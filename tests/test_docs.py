@@ -24,10 +24,26 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "results" / "README.md"])
 WIDTH = 120
 README_LINES = 130
+
+
+def code(page: Path) -> list[str]:
+    """Return the Python blocks of a page, and both sides of those that show a change."""
+    blocks = re.findall(r"^```(python|diff)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    sides = {"python": ["*"], "diff": ["-", "+"]}
+    return [_side(block, side) for language, block in blocks for side in sides[language]]
+
+
+def _side(block: str, side: str) -> str:
+    """Return the lines of one side of a change without their marks; "*": the block is no change."""
+    if side == "*":
+        return block
+    return "".join(line[2:] or "\n" for line in block.splitlines(keepends=True) if line[0] in f"{side} \n")
+
+
 BLOCKS = [
     pytest.param(block, id=f"{page.name}-{i}", marks=pytest.mark.slow if "dcp.save" in block else ())
     for page in PAGES
-    for i, block in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE))
+    for i, block in enumerate(code(page))
 ]
 
 

@@ -1,0 +1,247 @@
+"""The numbers on the pages: claims with the files that they come from, and settings.
+
+To quote a measured number, add a `Sentence` or a `TableOf` to CLAIMS. To quote a setting, add a phrase to SETTINGS.
+The functions that read the files are in support/committed.py.
+"""
+
+from committed import (
+    AT_1_15,
+    AT_1_35,
+    PLAIN,
+    SAM,
+    SGD,
+    SSAM_F,
+    accuracy,
+    below_the_paper,
+    benchmark,
+    best,
+    cost,
+    difference,
+    difference_or_none,
+    gain,
+    gain_of_best_epoch,
+    gap,
+    last_steps,
+    lost_at_90,
+    ours,
+    paper,
+    ratio,
+    run,
+    seeds,
+    train_loss,
+)
+from page_numbers import Sentence, TableOf
+
+README, RUNS = "README.md", "results/README.md"
+TABLE_1, TABLE_9 = "results/notes/table1.md", "results/notes/table9.md"
+H200, HOST, STEPS = "peers/h200.json", "peers/cpu-host.json", "ssam-c/step-times.json"
+
+PAPER_ROWS = {  # a run of each row is in FOLDER/NAME-seed0
+    "SGD": "sgd",
+    "SGD at SAM's weight decay": "sgd-decay",
+    "SAM": "sam",
+    "SSAM-F, sparsity 0.5": "ssam-f",
+    "SSAM-F, sparsity 0.9": "ssam-f-sparsity0.9",
+    "SSAM-D, sparsity 0.5": "ssam-d",
+    "SSAM-D, sparsity 0.9": "ssam-d-sparsity0.9",
+}
+PAPER_COLUMNS = {
+    "weight decay": lambda path: [run(path).weight_decay],
+    "rho": lambda path: [run(path).rho] if run(path).sam else [],
+    "here": lambda path: [100 * run(path).accuracy],
+    "best epoch": lambda path: [100 * run(path).best_accuracy],
+    "paper (maximum over epochs)": lambda path: [n for n in [paper(run(path).name)] if n is not None],
+}
+
+CLAIMS = [
+    # README.md
+    Sentence(README, "for {} times the cost of SGD instead of {} times", lambda: [cost(AT_1_15), cost(SAM)]),
+    Sentence(
+        README,
+        "rises from {} % to {} % test accuracy. SAM reaches {} %",
+        lambda: [accuracy(name)[0] for name in (SGD, AT_1_15, SAM)],
+    ),
+    Sentence(README, "from `layer3` on, in the last {} %", lambda: [last_steps(AT_1_15)]),
+    Sentence(
+        README,
+        "took {} times as long as SGD in a CUDA graph",
+        lambda: [run("thrifty/timing/thrifty-seed0").seconds / run("thrifty/timing/sgd-decay-seed0").seconds],
+    ),
+    Sentence(README, "{} times as long in eager steps", lambda: ratio(H200, "sparsam, thrifty at 1.15, mean")[:1]),
+    Sentence(README, "The paper of sparse SAM has {} % for SAM", lambda: [paper("cifar100-resnet18-sam")]),
+    Sentence(README, "fits CIFAR-100 to a training loss of {}", lambda: [train_loss("cifar100-resnet18-sgd-decay")]),
+    Sentence(
+        README,
+        "usual 5e-4 has {} % here, and 1e-3 has {} %",
+        lambda: [ours("cifar100-resnet18-sgd"), accuracy(SGD)[0]],
+    ),
+    Sentence(
+        README,
+        "SAM brings a small ResNet {} points, and ten times the weight decay {}",
+        lambda: [gain("small-data", "sam"), gain("resnet", "sgd-weight_decay0.01")],
+    ),
+    Sentence(
+        README,
+        "gains {} points by SAM and {} by training a third as long",
+        lambda: [gain("vit-small-data", "vit-sam-rho0.4"), gain("vit", "vit-adamw-epochs20")],
+    ),
+    Sentence(README, "ResNet-18 takes {} ms a step by SAM", lambda: [benchmark(STEPS)["SAM"]["ms"]]),
+    # results/README.md: the paper's methods
+    TableOf(
+        RUNS,
+        "CIFAR-10, ResNet-18, 200 epochs",
+        {row: f"cifar10-resnet18-200/{name}-seed0" for row, name in PAPER_ROWS.items()},
+        PAPER_COLUMNS,
+    ),
+    TableOf(
+        RUNS,
+        "One seed: the paper's methods",
+        {row: f"cifar100-resnet18-200/{name}-seed0" for row, name in PAPER_ROWS.items()},
+        PAPER_COLUMNS,
+    ),
+    # results/README.md: thrifty SAM
+    TableOf(
+        RUNS,
+        "Three seeds: SGD, thrifty SAM and SAM",
+        {
+            "SGD": SGD,
+            "thrifty SAM, budget 1.15": AT_1_15,
+            "thrifty SAM, budget 1.15, along the plain gradient": PLAIN,
+            "thrifty SAM, budget 1.35": AT_1_35,
+            "SAM": SAM,
+        },
+        {
+            "cost, × SGD": lambda name: [cost(name)],
+            "test accuracy, %": accuracy,
+            "n": lambda name: [seeds(name)],
+            "difference to SGD": lambda name: difference_or_none(name, SGD),
+            "difference to SAM": lambda name: difference_or_none(name, SAM),
+        },
+    ),
+    Sentence(RUNS, "A budget of 1.35 was no better than 1.15: {} ({} to {})", lambda: difference(AT_1_35, AT_1_15)),
+    Sentence(
+        RUNS,
+        "The plain gradient brought {} points more than F-SAM's direction, the default, at 1.15 ({} to {})",
+        lambda: difference(PLAIN, AT_1_15),
+    ),
+    Sentence(RUNS, "1.15 buys the last {} %", lambda: [last_steps(PLAIN)]),
+    Sentence(
+        RUNS,
+        "SSAM-F's second seed has {} %",
+        lambda: [100 * run("cifar100-resnet18-200/ssam-f-seed1").accuracy],
+    ),
+    Sentence(RUNS, "At 1.15 thrifty SAM perturbs from `layer3` on, in the last {} %", lambda: [last_steps(AT_1_15)]),
+    Sentence(RUNS, "At 1.35 it perturbs from `layer2` on, in the last {} %", lambda: [last_steps(AT_1_35)]),
+    Sentence(
+        RUNS,
+        "`sgd-decay-refresh_batchnorm100-seed0` ({} %)",
+        lambda: [100 * run("cifar100-resnet18-200/sgd-decay-refresh_batchnorm100-seed0").accuracy],
+    ),
+    Sentence(RUNS, "`sgd-decay-seed0` ({} %)", lambda: [100 * run("cifar100-resnet18-200/sgd-decay-seed0").accuracy]),
+    # results/README.md: beside other libraries
+    TableOf(
+        RUNS,
+        "Beside other libraries",
+        {
+            "sparsam, SAM": "sparsam, SAM",
+            "pytorch_optimizer 4.1.0, SAM": "pytorch_optimizer 4.1.0, SAM",
+            "the authors' code, SAM": "the authors' code, SAM",
+            "davda54/sam": "davda54/sam",
+            "sparsam, SAM from `layer4` on": "sparsam, from layer4 on",
+            "sparsam, thrifty at 1.15: mean of all steps": "sparsam, thrifty at 1.15, mean",
+            "sparsam, SAM in a CUDA graph": "sparsam, SAM, in a CUDA graph",
+        },
+        {
+            "× SGD": lambda method: ratio(H200, method),
+            "peak memory, MB": lambda method: [benchmark(H200)[method]["memory_mb"]],
+        },
+    ),
+    Sentence(
+        RUNS,
+        "less time than plain eager SGD: {} and {} ms",
+        lambda: [benchmark(H200)["sparsam, SAM, in a CUDA graph"]["ms"], benchmark(H200)["SGD"]["ms"]],
+    ),
+    TableOf(
+        RUNS,
+        "Beside other libraries",
+        {  # the method of each column; the other codes have no cut
+            "a loop by hand": ("by hand, SAM", "by hand, from layer4 on"),
+            "the authors' code": ("the authors' code, SAM", None),
+            "sparsam": ("sparsam, SAM", "sparsam, from layer4 on"),
+            "pytorch_optimizer 4.1.0": ("pytorch_optimizer 4.1.0, SAM", None),
+            "davda54/sam": ("davda54/sam", None),
+        },
+        {
+            "SAM": lambda methods: ratio(HOST, methods[0]),
+            "from `layer4` on": lambda methods: ratio(HOST, methods[1]) if methods[1] else [],
+        },
+    ),
+    Sentence(
+        RUNS,
+        "base steps take {} of SGD's there, its last steps, from `layer3` on, {}: {} in the mean for a budget of 1.15",
+        lambda: [ratio(HOST, f"sparsam, thrifty at 1.15, {part}")[0] for part in ("first steps", "last steps", "mean")],
+    ),
+    # results/notes/
+    Sentence(TABLE_1, "ours would be {} to {} points higher that way", gain_of_best_epoch),
+    Sentence(
+        TABLE_1,
+        "SSAM-F at sparsity 0.9 has {} here, {} in Table 8 and {} in Table 9; SSAM-D at 0.5 has {} here and {} in Table 9",
+        lambda: [
+            paper("cifar10-resnet18-ssam-f-sparsity0.9"),
+            paper("cifar10-resnet18-ssam-f-sparsity0.9", "table8"),
+            paper("cifar10-resnet18-ssam-f-sparsity0.9", "table9"),
+            paper("cifar10-resnet18-ssam-d"),
+            paper("cifar10-resnet18-ssam-d", "table9"),
+        ],
+    ),
+    Sentence(
+        TABLE_1,
+        "it closes {} of the {} points between SGD and SAM on CIFAR-100, and {} of {} on CIFAR-10",
+        lambda: [*gap("cifar100"), *gap("cifar10")],
+    ),
+    Sentence(TABLE_1, "On CIFAR-10 all rows are {} to {} points below the paper", lambda: below_the_paper("cifar10-")),
+    Sentence(
+        TABLE_1,
+        "In the paper too 90 % is below 50 %: on CIFAR-100 by {} points (SSAM-F) and {} (SSAM-D), here by {} and {}; on "
+        "CIFAR-10 by {} and {}, here by {} and {}",
+        lambda: [n for data in ("cifar100", "cifar10") for number in (paper, ours) for n in lost_at_90(data, number)],
+    ),
+    Sentence(
+        TABLE_1,
+        "SSAM-F is {} points below SAM here, with two seeds (95 % interval {} to {}). In the paper it is {} above",
+        lambda: [
+            -difference(SSAM_F, SAM)[0],
+            *difference(SSAM_F, SAM)[1:],
+            paper("cifar100-resnet18-ssam-f") - paper("cifar100-resnet18-sam"),
+        ],
+    ),
+    Sentence(
+        TABLE_1,
+        "On CIFAR-10 SSAM-D at 0.5 is {} points below SAM",
+        lambda: [ours("cifar10-resnet18-sam") - ours("cifar10-resnet18-ssam-d")],
+    ),
+    Sentence(
+        TABLE_1,
+        "By the best epoch, as the paper counts, it is {} below the paper's, and at 0.9 it is {} below",
+        lambda: [
+            paper(name) - best(name) for name in ("cifar10-resnet18-ssam-d", "cifar10-resnet18-ssam-d-sparsity0.9")
+        ],
+    ),
+    Sentence(
+        TABLE_9, "the paper's {} for SSAM-F", lambda: [paper("cifar10-resnet18-ssam-f-sparsity0.9-interval2", "table9")]
+    ),
+]
+
+SETTINGS = {  # phrases with numbers that are not measured, and the reason
+    "Python ≥ 3.11": "a version",
+    "PyTorch ≥ 2.11": "a version",
+    "default 0.2": "thrifty's rho",
+    "0.1, 0.2, 0.4 and 0.8": "values of rho to try",
+    "at 1.15": "a budget",
+    "ρ is 0.2": "a setting of the runs",
+    "95 % intervals": "a level of confidence",
+    "SSAM-F at 50 %": "a sparsity",
+    "both masks at 50 %, and those are above 90 %": "sparsities",
+    "A difference of 0.2 points": "a size, for comparison",
+    "SSAM-F at sparsity 0.9": "a setting of the paper",
+}

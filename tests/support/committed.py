@@ -1,0 +1,181 @@
+"""Numbers from the committed files in results/, for claims.py."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sparsam.report.method import Statistic
+from sparsam.reproduce.comparison import Difference, Result, compare, find_runs
+from sparsam.reproduce.experiments import Experiment, Row, find_experiments
+from sparsam.runs.run import Run, read_run
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "results"
+
+sys.path.append(str(ROOT / "benchmarks"))
+import front_page  # noqa: E402
+from front_page import AT_1_15, AT_1_35, METHODS, SAM, SGD, SSAM_F  # noqa: E402, F401
+
+# The table of the README and a row that it leaves out, by name
+PLAIN = "plain gradient"
+ROWS = {
+    **METHODS,
+    PLAIN: Row("cifar100-resnet18-thrifty", ("ascent.name=gradient", "schedule.fraction=0.366")),
+}
+
+
+@cache
+def front() -> dict[str, front_page.Measured]:
+    """Return the rows that have runs."""
+    return {method.name: method for method in front_page.measure(ROWS)}
+
+
+def cost(name: str) -> float:
+    """Return the counted cost of a training, relative to SGD."""
+    return front()[name].cost
+
+
+def seeds(name: str) -> int:
+    """Return the number of seeds."""
+    return len(front()[name].accuracies)
+
+
+def accuracy(name: str) -> list[float]:
+    """Return the mean accuracy in percent and its standard deviation."""
+    return _percent(Statistic.of(front()[name].accuracies))
+
+
+def difference(name: str, other: str) -> list[float]:
+    """Return the difference of two mean accuracies and the ends of its 95 % interval."""
+    found = Difference.of(front()[name].accuracies, front()[other].accuracies)
+    return [found.value, *(found.interval or ())]
+
+
+def difference_or_none(name: str, other: str) -> list[float]:
+    """Return the difference of two rows; nothing for a row and itself."""
+    return [] if name == other else difference(name, other)
+
+
+def last_steps(name: str) -> float:
+    """Return the percentage of the steps that are sharpness-aware."""
+    return 100 * ROWS[name].recipe().schedule.fraction
+
+
+# Table 1: rows by name
+
+
+@cache
+def table_1() -> dict[str, Result]:
+    """Return all rows, with the runs of 200 epochs."""
+    runs = [run for folder in sorted(RESULTS.glob("*-resnet18-200")) for run in find_runs(folder)]
+    return {result.row.name: result for result in compare(paper_table("table1"), runs)}
+
+
+@cache
+def paper_table(name: str) -> Experiment:
+    """Return a table of the paper."""
+    [table] = find_experiments([name])
+    return table
+
+
+def paper(name: str, table: str = "table1") -> float | None:
+    """Return the paper's accuracy of a row; None if the row is ours."""
+    return next((row.paper for row in paper_table(table).rows if row.name == name), None)
+
+
+def ours(name: str) -> float:
+    """Return our accuracy in percent."""
+    return _percent(table_1()[name].accuracy)[0]
+
+
+def train_loss(name: str) -> float:
+    """Return our training loss of the last epoch."""
+    return table_1()[name].train_loss.mean
+
+
+def best(name: str) -> float:
+    """Return our highest accuracy of any epoch in percent."""
+    return _percent(table_1()[name].method.best_accuracy)[0]
+
+
+def trained(data: str = "") -> list[str]:
+    """Return the rows that have runs, on CIFAR-10, CIFAR-100 or both."""
+    return [name for name, result in table_1().items() if result.method and name.startswith(data)]
+
+
+def gain_of_best_epoch() -> list[float]:
+    """Return by how much the best epoch is above the last one: the least and the most."""
+    return _ends(best(name) - ours(name) for name in trained())
+
+
+def below_the_paper(data: str) -> list[float]:
+    """Return by how much our accuracy is below the paper's: the least and the most."""
+    return _ends(paper(name) - ours(name) for name in trained(data) if paper(name))
+
+
+def gap(data: str) -> list[float]:
+    """Return what SAM's weight decay brings for SGD, and the difference of SAM and SGD."""
+    sgd, decay, sam = (ours(f"{data}-resnet18-{method}") for method in ("sgd", "sgd-decay", "sam"))
+    return [decay - sgd, sam - sgd]
+
+
+def lost_at_90(data: str, number: Callable[[str], float]) -> list[float]:
+    """Return what SSAM-F and SSAM-D lose from sparsity 0.5 to 0.9."""
+    names = [f"{data}-resnet18-{method}" for method in ("ssam-f", "ssam-d")]
+    return [number(name) - number(f"{name}-sparsity0.9") for name in names]
+
+
+# Little data: rows by name
+
+
+@cache
+def little_data() -> dict[tuple[str, str], Result]:
+    """Return the rows of the tables in results/small-data by table and name."""
+    tables = find_experiments(
+        [str(RESULTS / "small-data" / f"{name}.toml") for name in ("final", "vit-final", "plain")]
+    )
+    runs = [run for folder in ("final", "plain") for run in find_runs(RESULTS / "small-data" / folder)]
+    return {(table.name, result.row.name): result for table in tables for result in compare(table, runs)}
+
+
+def gain(table: str, name: str) -> float:
+    """Return the gain of a row over the base optimizer in points."""
+    plain = "vit-adamw" if table.startswith("vit") else "sgd"
+    return 100 * (little_data()[table, name].accuracy.mean - little_data()[table, plain].accuracy.mean)
+
+
+# Single files
+
+
+@cache
+def run(path: str) -> Run:
+    """Return a run in results/."""
+    return read_run(RESULTS / path)
+
+
+@cache
+def benchmark(path: str) -> dict[str, dict[str, Any]]:
+    """Return the rows of a benchmark's file in results/ by method, of ResNet-18 if the file has several networks."""
+    rows = json.loads((RESULTS / path).read_text(encoding="utf-8"))["rows"]
+    return {row["method"]: row for row in rows if row.get("network", "resnet18") == "resnet18"}
+
+
+def ratio(path: str, method: str) -> list[float]:
+    """Return the ratio of a step to SGD's, and its quartiles."""
+    row = benchmark(path)[method]
+    return [row["ratio"], row["low"], row["high"]]
+
+
+def _percent(found: Statistic) -> list[float]:
+    """Return a mean in percent, and its standard deviation if there are several seeds."""
+    return [100 * found.mean, *([] if found.deviation is None else [100 * found.deviation])]
+
+
+def _ends(values: Any) -> list[float]:
+    values = list(values)
+    return [min(values), max(values)]
