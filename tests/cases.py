@@ -28,13 +28,13 @@ class Task(NamedTuple):
     def dataset(self) -> TensorDataset:
         return TensorDataset(self.x, self.y)
 
-    def loss(self) -> torch.Tensor:
-        return F.cross_entropy(self.model(self.x), self.y)
+    def loss(self, rows: Callable[[Any], Any] = lambda batch: batch) -> torch.Tensor:
+        return F.cross_entropy(self.model(rows(self.x)), rows(self.y))
 
-    def closure(self, opt: torch.optim.Optimizer) -> Callable[[], torch.Tensor]:
-        def closure() -> torch.Tensor:
+    def closure(self, opt: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
+        def closure(rows: Callable[[Any], Any] = lambda batch: batch) -> torch.Tensor:
             opt.zero_grad()
-            loss = self.loss()
+            loss = self.loss(rows)
             loss.backward()
             return loss
 
@@ -121,15 +121,17 @@ BASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
 
 
 class Policy(NamedTuple):
-    """The names of a mask, an ascent, a schedule and a base optimizer."""
+    """The names of a mask, an ascent, a schedule and a base optimizer, and the share of the batch."""
 
     mask: str = "none"
     ascent: str = "none"
     schedule: str = "none"
     base: str = "SGD"
+    share: float = 1.0
 
     def __str__(self) -> str:
-        return "+".join(part for part in self if part != "none")
+        share = [] if self.share == 1 else [f"share{self.share:g}"]
+        return "+".join([*(part for part in self[:4] if part != "none"), *share])
 
     @property
     def always_one_pass(self) -> bool:
@@ -147,7 +149,11 @@ def policies() -> list[Any]:
     cases += [Policy(mask, "friendly") for mask in ("random", "fisher", "suffix")]
     cases += [Policy("suffix-fisher", "friendly", schedule) for schedule in SCHEDULES]
     cases += [Policy("none", "momentum", schedule) for schedule in ("every-nth", "last-steps")]
+    cases += [Policy(mask, share=0.25) for mask in ("none", "fisher", "dynamic")]
+    cases += [Policy(ascent="friendly", share=0.1), Policy(schedule="last-steps", base="Adam", share=0.25)]
     slow = [Policy(mask=mask, base=base) for mask in MASKS for base in BASES]
+    slow += [Policy(mask, share=0.1) for mask in MASKS if not mask.startswith("suffix")]
+    slow += [Policy("random", "friendly", schedule, share=0.25) for schedule in SCHEDULES]
     slow += [Policy(ascent=ascent, base=base) for ascent in ASCENTS for base in BASES]
     slow += [Policy(mask, ascent, schedule) for mask in MASKS for ascent in two_passes for schedule in SCHEDULES]
     quick = dict.fromkeys(cases)

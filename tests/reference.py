@@ -36,11 +36,12 @@ class Reference:
         order: list[int] | None = None,
         momentum_rho: float = 0.0,
         friendly: tuple[float, float] | None = None,
+        share: float | None = None,
     ) -> None:
         self.model, self.loss = model, loss
         self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
         self.rho, self.adaptive, self.mask, self.clip = rho, adaptive, mask, clip
-        self.momentum_rho, self.friendly = momentum_rho, friendly
+        self.momentum_rho, self.friendly, self.share = momentum_rho, friendly, share
         self.mean: list[Vector | None] = []  # F-SAM's m, tensor by tensor
         params = [p for p in model.parameters() if p.requires_grad]
         self.params = params if order is None else [params[i] for i in order]
@@ -51,7 +52,8 @@ class Reference:
     def step(self, micro_batches: int = 1, ascent_batches: int | None = None) -> float:
         """Take one step, rho None meaning the base optimizer, at w or along the momentum; return the loss there.
 
-        The gradient is the mean over micro-batches, at w only over the first `ascent_batches` of them.
+        The gradient is the mean over micro-batches, at w only over the first `ascent_batches` of them. With a share,
+        batch 0 is that share and batch 1 is the rest, whose gradient at w is added.
         """
         w = [self.read(p) for p in self.params]
         if self.rho is None and self.momentum_rho:
@@ -72,6 +74,12 @@ class Reference:
             torch.set_rng_state(after_first)
             for k, b in self.model.named_buffers():
                 b.copy_(statistics[k])
+            if self.share is not None:
+                for p, values in zip(self.params, w, strict=True):
+                    self.write(p, values)
+                of_rest, g_rest = self.gradient(1, first=1)
+                value = self.share * value + (1 - self.share) * of_rest
+                g = [self.share * gs + (1 - self.share) * gr for gs, gr in zip(g, g_rest, strict=True)]
         self.descend(w, g)
         return value
 
@@ -118,10 +126,10 @@ class Reference:
             result.append(new)
         return result
 
-    def gradient(self, micro_batches: int) -> tuple[float, list[Vector]]:
+    def gradient(self, micro_batches: int, first: int = 0) -> tuple[float, list[Vector]]:
         """Return the loss, a mean over micro-batches, and its gradient, clipped if asked for."""
         total, g = 0.0, [np.zeros(p.numel()) for p in self.params]
-        for k in range(micro_batches):
+        for k in range(first, first + micro_batches):
             loss = self.loss(self.model, k) / micro_batches
             grads = torch.autograd.grad(loss, self.params, allow_unused=True)
             total += loss.item()
@@ -169,7 +177,13 @@ def local_step(replicas: list[Reference]) -> None:
         r.m = m
         for p, moved in zip(r.params, r.perturbed(values, r.direction(r.g), m), strict=True):
             r.write(p, moved)
-        gradients.append(r.gradient(1)[1])
+        gradient = r.gradient(1)[1]
+        if r.share is not None:
+            for p, at_w in zip(r.params, values, strict=True):
+                r.write(p, at_w)
+            rest = r.gradient(1, first=1)[1]
+            gradient = [r.share * gs + (1 - r.share) * gr for gs, gr in zip(gradient, rest, strict=True)]
+        gradients.append(gradient)
     mean = [sum(parts) / len(replicas) for parts in zip(*gradients, strict=True)]
     for r, values in zip(replicas, w, strict=True):
         r.descend(values, mean)

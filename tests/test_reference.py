@@ -182,6 +182,29 @@ def test_fifty_steps(name, reordered, friendly):
             np.testing.assert_array_equal(m.reshape(-1).numpy(), expected)
 
 
+@pytest.mark.parametrize("name", ["SAM", "ASAM", "SSAM, random", "SSAM-D", "SSAM-F"])
+@pytest.mark.parametrize("friendly", [None, (0.8, 0.7)], ids=["gradient", "friendly"])
+def test_fifty_steps_on_a_share_of_the_batch(name, friendly):
+    t = task(dropout=0.25)
+    make, options = CASES[name]
+    mask, expected_mask = make(t) if make else (None, None)
+    count = 5  # of 24 rows
+    parts = [(t.x[:count], t.y[:count]), (t.x[count:], t.y[count:])]
+    policy = {"mask": mask, "ascent": friendly and FriendlyAscent(*friendly)}
+    reference = Reference(
+        copy.deepcopy(t.model),
+        lambda model, k: F.cross_entropy(model(parts[k][0]), parts[k][1]),
+        rho=0.3,
+        mask=expected_mask,
+        friendly=friendly,
+        share=count / 24,
+        **options,
+        **BASE,
+    )
+    opt = SAM(t.model.parameters(), torch.optim.SGD, rho=0.3, share=0.2, model=t.model, **policy, **options, **BASE)
+    run_both(t, opt, reference)
+
+
 def test_fifty_steps_of_the_base_optimizer():
     t = task(dropout=0.25)
     reference = Reference(copy.deepcopy(t.model), lambda model, k: F.cross_entropy(model(t.x), t.y), **BASE)

@@ -20,6 +20,7 @@ from sparsam.passes import preserve_state
 from sparsam.replay.clock import Clock
 from sparsam.sam import SAM
 from sparsam.sam.phase import UsedGradients
+from sparsam.share import WHOLE
 
 ROUNDS, WARM_UP = 20, 3  # two steps prove a path to a cut
 
@@ -60,7 +61,7 @@ class StepRatio:
 
 def measure_cost(
     model: nn.Module,
-    closure: Callable[[], Any],
+    closure: Callable[..., Any],
     opt: SAM,
     *,
     rounds: int = ROUNDS,
@@ -96,7 +97,7 @@ def measure_cost(
     clock, base = clock or Clock(params[0].device), opt.base_optimizer
 
     def base_step() -> None:
-        closure()
+        closure() if opt.share == 1 else closure(WHOLE)
         base.step()
 
     def one_round(sam: SAM) -> float:
@@ -114,6 +115,7 @@ def measure_cost(
             model=opt._passes.model,
             perturbation="local" if opt._replicas.local else "global",
             process_group=opt._replicas.group,
+            share=opt.share,
         )
         ratios = [one_round(sam) for _ in range(WARM_UP + rounds)]
     return StepRatio.of(ratios[WARM_UP:])

@@ -36,6 +36,7 @@ pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch is built without torch.distributed"),
 ]
 SIZES = [2, 4]
+SHARE = 0.5
 LOCAL = [policy for policy in POLICIES if policy != "momentum"]  # whose steps take one pass, which is synchronised
 
 
@@ -43,6 +44,11 @@ def train_all(rank: int, size: int) -> dict:
     """Train each policy in both ways."""
     results = {(policy, "global"): train_replica(rank, size, policy) for policy in POLICIES}
     results |= {(policy, "local"): train_replica(rank, size, policy, perturbation="local") for policy in LOCAL}
+    results |= {
+        (policy, f"{kind} share"): train_replica(rank, size, policy, perturbation=kind, share=SHARE)
+        for policy in ("dense", "friendly", "dynamic")
+        for kind in ("global", "local")
+    }
     results["parts"] = mask_of_parts(rank, size)
     return results
 
@@ -149,6 +155,52 @@ def test_local_perturbs_each_replica_by_its_own_gradient(trained, policy, size):
         expected = [list(replicas[0].model.parameters())]
         for result in results:
             assert_same_weights([result.weights[step]], expected, 1e-10)
+
+
+def joined(step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a batch whose first rows are the shares of all ranks."""
+    parts = [share(step, rank, size) for rank in range(size)]
+    halves = [slice(0, len(parts[0][0]) // 2), slice(len(parts[0][0]) // 2, None)]
+    return tuple(torch.cat([part[i][half] for half in halves for part in parts]) for i in range(2))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("policy", ["dense", "friendly", "dynamic"])
+def test_a_global_share_is_one_process_whose_share_is_all_shares(trained, policy, size):
+    model = network()
+    opt = build(policy, model, share=SHARE)
+    for step in range(STEPS):
+
+        def closure(rows, step=step):
+            opt.zero_grad()
+            loss = loss_of(model, *rows(joined(step, size)))
+            loss.backward()
+            return loss
+
+        opt.step(closure)
+        for rank in trained(size):
+            assert_same_weights([rank[policy, "global share"].weights[step]], [list(model.parameters())], 1e-10)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("policy", ["dense", "friendly"])
+def test_a_local_share_is_perturbed_by_its_own_gradient(trained, policy, size):
+    def part(reference: Reference, rank: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = share(reference.step_count, rank, size)
+        half = slice(0, len(x) // 2) if k == 0 else slice(len(x) // 2, None)
+        return x[half], y[half]
+
+    def replica(rank: int) -> Reference:
+        reference = Reference(network(), None, rho=0.3, share=SHARE, **SGD, **REFERENCES[policy])
+        reference.loss = lambda model, k: loss_of(model, *part(reference, rank, k))
+        return reference
+
+    replicas = [replica(rank) for rank in range(size)]
+    for step in range(STEPS):
+        local_step(replicas)
+        for rank in trained(size):
+            weights = rank[policy, "local share"].weights[step]
+            assert_same_weights([weights], [list(replicas[0].model.parameters())], 1e-10)
 
 
 def test_the_two_kinds_differ(trained):

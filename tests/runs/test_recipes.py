@@ -62,6 +62,7 @@ METHODS = {
     "AdamW": ["sam.enabled=false", "optimizer.name=adamw"],
     "SAM": [],
     "ASAM": ["sam.adaptive=true"],
+    "SAM on a share": ["sam.share=0.25"],
     "SSAM-F": ["mask=fisher"],
     "SSAM-D": ["mask=dynamic"],
     "SSAM, random": ["mask=random"],

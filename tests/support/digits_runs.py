@@ -14,11 +14,12 @@ CPU = torch.device("cpu")
 SHORT = ("train.epochs=2", "train.deterministic=true")
 TIMES = {"seconds", "elapsed", "step_ms"}
 
-# Every way to step: no SAM, a dense and two sparse masks, base steps before replayed ones, rho rising in these, one pass
+# Every way to step: no SAM, a dense and two sparse masks, a share of the batch, base steps before replayed ones, rho rising in these, one pass
 # before them.
 METHODS = {
     "sgd": ("digits-sgd", []),
     "sam": ("digits-sam", []),
+    "share": ("digits-sam", ["sam.share=0.25"]),
     "ssam-f": ("digits-ssam-f", []),
     "ssam-d": ("digits-ssam-d", []),
     "ssam-c": ("digits-ssam-c", []),

@@ -112,9 +112,9 @@ def train(opt: SAM, model: nn.Module, rank: int = 0, size: int = 1) -> Trained:
     trained = Trained([], [], [], opt)
     for step in range(STEPS):
 
-        def closure(step: int = step) -> torch.Tensor:
+        def closure(rows: Callable[[Any], Any] = lambda batch: batch, step: int = step) -> torch.Tensor:
             opt.zero_grad()
-            loss = loss_of(model, *share(step, rank, size))
+            loss = loss_of(model, *rows(share(step, rank, size)))
             loss.backward()
             return loss
 

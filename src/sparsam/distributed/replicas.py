@@ -83,6 +83,10 @@ class Replicas:
         """Return what the first pass of a closure runs in."""
         return self.ddp.no_sync() if self.local and self.ddp is not None else nullcontext()
 
+    def unsynchronised(self) -> AbstractContextManager[Any]:
+        """Return what a pass runs in whose gradients :meth:`average_gradients` will average."""
+        return nullcontext() if self.ddp is None else self.ddp.no_sync()
+
     def check_first_pass(self) -> None:
         """Refuse a first pass that was not run in `no_sync`, where each replica is to perturb by its own gradient."""
         if self.local and self.ddp is not None and self.ddp.require_forward_param_sync:
@@ -104,7 +108,7 @@ class Replicas:
         ddp = self.ddp
         if ddp is None or group_size(ddp.process_group) == 1:
             return
-        self.check_uneven("perturbation='global' with a cut")
+        self.check_uneven("a mask with a cut, or a share of the batch,")
         if self._shared is None:  # once: walking a module takes time
             named = ddp.module.named_parameters()
             self._shared = frozenset(p for name, p in named if name not in ddp.parameters_to_ignore)

@@ -57,6 +57,7 @@ METHODS = {  # in the order in which they are listed
     "SAM": Style("blue", "dashed"),
     "ASAM": Style("blue", "dotted"),
     "F-SAM": Style("blue", "long"),
+    "SAM on a share": Style("blue", "solid"),
     "Momentum-SAM": Style("blue", "dash-dotted"),
     "SAM-ON": Style("plum", "dashed"),
     "SSAM-F": Style("orange", "dotted"),

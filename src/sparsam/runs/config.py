@@ -66,12 +66,14 @@ class SamConfig:
     """Sharpness-aware minimization. Without it the base optimizer trains alone.
 
     rho rises in a line for `ramp_epochs`, whole or not, from the first step that perturbs on. 0: it does not change.
+    `share` is the share of the batch that both passes see.
     """
 
     enabled: bool = True
     rho: float = not_negative(0.1)
     ramp_epochs: float = not_negative(0.0)
     adaptive: bool = False
+    share: float = share(1.0, zero=False)
 
 
 @dataclass(frozen=True)

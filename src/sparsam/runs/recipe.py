@@ -61,7 +61,8 @@ class Recipe:
         policies = self.mask.name, self.ascent.name, self.schedule.name
         if policies == THRIFTY and not self.mask.inner and not self.schedule.before:
             name = "Thrifty SAM"
-        return ("A" if self.sam.adaptive else "") + name
+        share = "" if self.sam.share == 1 else " on a share"
+        return ("A" if self.sam.adaptive else "") + name + share
 
     @property
     def evaluated_on(self) -> str:

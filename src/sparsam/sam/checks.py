@@ -15,10 +15,12 @@ from torch.optim import Optimizer
 
 from sparsam.ascents import Ascent
 from sparsam.checks import check_module, check_number, check_rho, check_whole
+from sparsam.distributed.replicas import Replicas
 from sparsam.distributed.shards import any_dtensor, fsdp_modules, is_dtensor, local
 from sparsam.errors import UserRuntimeError, UserTypeError, UserValueError
 from sparsam.inventory import modules_of
 from sparsam.settings import Policy, differences
+from sparsam.share import check_share_of_batch
 
 
 def check_options(rho: Any, model: Any, adaptive: Any, given: dict[str, tuple[Any, type[Policy]]]) -> None:
@@ -52,6 +54,22 @@ def check_one_pass(mask: Policy | None, ascents: Sequence[Ascent]) -> None:
         raise UserValueError(
             f"mask must be None with {ascents[0]!r}, because its steps take one pass and perturb every weight, but is "
             f"{mask!r}"
+        )
+
+
+def check_share(share: float, cut: object, ascents: Sequence[Ascent], replicas: Replicas) -> None:
+    """Refuse a share of the batch with what does not go with one."""
+    check_share_of_batch(share)
+    if share == 1:
+        return
+    if cut is not None:
+        raise UserValueError(f"share must be 1 with a mask that has a cut, but is {share}: choose one way to save")
+    if all(ascent.passes == 1 for ascent in ascents):
+        raise UserValueError(f"share must be 1 with {ascents[0]!r}, whose steps take one pass, but is {share}")
+    if replicas.ddp is not None and replicas.ddp.static_graph:
+        raise UserValueError(
+            f"share must be 1 with DistributedDataParallel(static_graph=True), which must synchronise every pass, but "
+            f"is {share}; build it with static_graph=False"
         )
 
 

@@ -17,7 +17,7 @@ way (:mod:`sparsam.ascents`), which weights (:mod:`sparsam.masks`), how cheaply 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Self, TypeVar, overload
 
@@ -37,6 +37,7 @@ from sparsam.sam.checks import (
     check_groups,
     check_one_pass,
     check_options,
+    check_share,
     check_state,
 )
 from sparsam.sam.closure import ClosureCheck
@@ -46,6 +47,7 @@ from sparsam.sam.phase import Phase, UsedGradients
 from sparsam.sam.policies import Policies
 from sparsam.sam.wrapper import Wrapper, eager
 from sparsam.schedules import EveryStep, Schedule
+from sparsam.share import WHOLE, Rows, check_takes_rows, fraction, mean_loss, mix, on_rows, split
 
 T = TypeVar("T")
 
@@ -87,6 +89,8 @@ class SAM(Wrapper, Policies):
         perturbation: "global": all replicas perturb by their mean gradient. "local": each by its own, without
             communication; `model` or the mask must hold the DistributedDataParallel.
         process_group: The processes that share a mask. Default: those of the DistributedDataParallel, or all.
+        share: The share of the batch that both passes see, in (0, 1]. Below 1, `step(closure)` calls a closure with an
+            argument that takes the rows of a call (:mod:`sparsam.share`), and a step costs 1 + share passes.
         **base_arguments: Passed on to the base optimizer: `lr`, `momentum`, ...
 
     >>> w = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
@@ -112,6 +116,7 @@ class SAM(Wrapper, Policies):
         model: nn.Module | None = None,
         perturbation: str = "global",
         process_group: Any | None = None,
+        share: float = 1.0,
         **base_arguments: Any,
     ) -> None:
         check_arguments(params, base_optimizer, SAM, base_arguments)
@@ -127,6 +132,8 @@ class SAM(Wrapper, Policies):
         mask = DenseMask() if mask is None else mask
         scope = mask.scope
         self._replicas = Replicas((scope.model, model), perturbation, process_group)
+        check_share(share, scope.cut, ascents, self._replicas)
+        self._share = float(share)
         self._passes = passes_for(model, scope.model, scope.cut, self._replicas)
         self._perturber = Perturber(mask, ascents, self._passes, adaptive, self._replicas)
         self._perturber.check(base)
@@ -149,10 +156,11 @@ class SAM(Wrapper, Policies):
         model: nn.Module | None = None,
         perturbation: str = "global",
         process_group: Any | None = None,
+        share: float = 1.0,
     ) -> Self:
         """Build around an optimizer that exists already; a group that carries `rho` keeps it."""
         self = cls.__new__(cls)
-        policies = mask, ascent, schedule, adaptive, model, perturbation, process_group
+        policies = mask, ascent, schedule, adaptive, model, perturbation, process_group, share
         SAM.__init__(self, (), lambda _: base_optimizer, rho, *policies)
         return self
 
@@ -160,18 +168,19 @@ class SAM(Wrapper, Policies):
     def step(self, closure: None = None) -> None: ...
 
     @overload
-    def step(self, closure: Callable[[], T]) -> T: ...
+    def step(self, closure: Callable[[], T] | Callable[[Rows], T]) -> T: ...
 
     @eager
     @torch.no_grad()
-    def step(self, closure: Closure | None = None) -> Any:
+    def step(self, closure: Callable[..., Any] | None = None) -> Any:
         """Take one step.
 
         Args:
             closure: Clears the gradients, computes the loss and its gradient and returns the loss. It is called twice,
                 at w and at w + eps, also if rho or the mask is zero; once or twice more where replay proves a new path;
                 once in a base step or a step of one pass. None: take the base step that ends the two-step use, or one
-                of the schedule.
+                of the schedule. With `share` below 1 it takes the rows that a call is for, and is called a third time,
+                for the rest of the batch at w.
 
         Returns:
             What the first call of the closure returned: the loss at w, or, in a step of one pass, at w + eps.
@@ -180,22 +189,48 @@ class SAM(Wrapper, Policies):
         if closure is None:
             return None if self._phase is Phase.IDLE and self._is_a_trial() else self._end_pass(ascent)
         self._phase.refuse_inside_step("step(closure)")
+        of_rows = None
+        if self._share < 1:
+            check_takes_rows(closure)
+            of_rows, closure = closure, partial(closure, WHOLE)
         with torch.enable_grad():
             if ascent is None:
                 loss = self._base_pass(closure)
+            elif ascent.passes == 1:
+                loss = self._one_pass(closure, ascent)
+            elif of_rows is not None:
+                loss = self._passes_of_share(of_rows, ascent)
             else:
-                loss = self._two_passes(closure, ascent) if ascent.passes == 2 else self._one_pass(closure, ascent)
+                loss = self._two_passes(closure, ascent)
         self._base_step()
         return loss
 
-    def _two_passes(self, closure: Closure, ascent: Ascent) -> Any:
+    def _passes_of_share(self, closure: Callable[[Rows], Any], ascent: Ascent) -> Any:
+        """Take both passes on the share, and one at w on the rest of the batch; leave their weighted sum in `.grad`."""
+        share, rest = split(self._share)
+        loss = self._two_passes(on_rows(closure, share), ascent, around_second=self._replicas.unsynchronised())
+        params, weight = self._params(), fraction(share)
+        if weight < 1:
+            of_share = [p.grad for p in params]
+            for p in params:
+                p.grad = None
+            with self._replicas.unsynchronised():
+                of_rest = self._pass_at_w(on_rows(closure, rest, like=share), params)
+            mix(params, of_share, weight)
+            loss = mean_loss(loss, of_rest, weight)
+        self._replicas.average_gradients(params)
+        return loss
+
+    def _two_passes(
+        self, closure: Closure, ascent: Ascent, around_second: AbstractContextManager[Any] | None = None
+    ) -> Any:
         self._start()
         params, call, perturber = self._params(), self._closure_check.call, self._perturber
         self._phase = Phase.FIRST_PASS
         try:
             loss = self._passes.first(partial(call, closure, params, self._used_gradients))
             self._phase = Phase.IDLE
-            with self._perturbed(ascent, repeats=True):
+            with self._perturbed(ascent, repeats=True), around_second or nullcontext():
                 self._passes.second(partial(call, closure, params), params, perturber.saved, perturber.radius)
         finally:
             self._phase = Phase.IDLE if self._phase is Phase.FIRST_PASS else self._phase
@@ -211,14 +246,17 @@ class SAM(Wrapper, Policies):
     def _base_pass(self, closure: Closure) -> Any:
         params, _ = self._params_and_rhos()
         self._perturber.stay(params)
+        loss = self._pass_at_w(closure, params)
+        check_any_gradient(p.grad for p in params)  # also where a base step could do without: later steps cannot
+        return loss
+
+    def _pass_at_w(self, closure: Closure, params: list[Tensor]) -> Any:
         self._phase = Phase.ONLY_PASS
         try:
-            loss = self._closure_check.call(closure, params, self._used_gradients)
+            return self._closure_check.call(closure, params, self._used_gradients)
         finally:
             self._phase = Phase.IDLE
             self._passes.drop_copies()
-        check_any_gradient(p.grad for p in params)  # also where a base step could do without: later steps cannot
-        return loss
 
     def _end_pass(self, ascent: Ascent | None) -> None:
         """Go back to w and take the base step; refuse one that the coming step does not allow."""
@@ -386,11 +424,13 @@ class SAM(Wrapper, Policies):
 
     def _settings(self) -> dict[str, Any]:
         base = type(self.base_optimizer).__name__
-        return {"base": base, **self._policy_settings(), **self._replicas.settings()}
+        share = {} if self._share == 1 else {"share": self._share}
+        return {"base": base, **self._policy_settings(), **self._replicas.settings(), **share}
 
     def __repr__(self) -> str:
         adaptive = ", adaptive" if self.adaptive else ""
-        base = f"base: {type(self.base_optimizer).__name__}{adaptive}, {self.steps:,} steps taken"
+        share = "" if self._share == 1 else f", {self._share:g} of the batch"
+        base = f"base: {type(self.base_optimizer).__name__}{adaptive}{share}, {self.steps:,} steps taken"
         return f"{super().__repr__()}\n{base}\n{self._policy_lines()}"
 
     def __getstate__(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ class Policies:
 
     _perturber: Perturber
     _coming: Coming
+    _share: float
 
     @property
     def mask(self) -> Mask:
@@ -36,6 +37,11 @@ class Policies:
     def adaptive(self) -> bool:
         """Whether the perturbation is scaled by the size of the weights."""
         return self._perturber.adaptive
+
+    @property
+    def share(self) -> float:
+        """The share of the batch that both passes see."""
+        return self._share
 
     def _policy_settings(self) -> dict[str, Any]:
         policies = {"mask": self.mask, "ascent": self.ascent, "schedule": self.schedule}

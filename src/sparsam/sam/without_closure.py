@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsam.sam.optimizer import SAM
+from sparsam.share import WHOLE, Rows, fraction, mean_loss, on_rows, split
+from sparsam.share import scale as scale_gradients
 
 
-def run_passes(opt: SAM, backward: Callable[[], Any], scale: Tensor | None = None) -> Any:
+def run_passes(opt: SAM, backward: Callable[..., Any], scale: Tensor | None = None) -> Any:
     r"""Leave in `.grad` what the coming ``opt.step()`` takes; return what the first call of `backward` returned.
 
     The gradient is :math:`\nabla f(w + \epsilon)`. A sharpness-aware step calls `backward` twice, at w and at
-    w + eps. A base step calls it once at w, a step of one pass once at w + eps.
+    w + eps. A base step calls it once at w, a step of one pass once at w + eps. If the passes see a share of the batch,
+    `backward` takes the rows that a call is for, is called a third time, for the rest at w, and the result is the mean
+    loss of all rows.
 
     Args:
         opt: The optimizer.
@@ -23,6 +28,10 @@ def run_passes(opt: SAM, backward: Callable[[], Any], scale: Tensor | None = Non
         scale: What the loss is multiplied with, as by a GradScaler.
     """
     opt.zero_grad()  # the step starts here, whatever one that was skipped has left
+    if opt.share < 1:
+        if opt.needs_second_pass:
+            return _run_on_share(opt, backward, scale)
+        backward = partial(backward, WHOLE)
     if not opt.needs_second_pass:
         with opt.perturbed():
             return backward()
@@ -32,6 +41,22 @@ def run_passes(opt: SAM, backward: Callable[[], Any], scale: Tensor | None = Non
         opt.zero_grad()
         backward()
     return result
+
+
+def _run_on_share(opt: SAM, backward: Callable[[Rows], Any], scale: Tensor | None) -> Any:
+    params = [p for group in opt.param_groups for p in group["params"]]
+    share, rest = split(opt.share)
+    with opt._replicas.first_pass():
+        of_share = on_rows(backward, share)()
+    with opt.perturbed(scale=scale):
+        opt.zero_grad()
+        on_rows(backward, share)()
+    if (weight := fraction(share)) == 1:
+        return of_share
+    scale_gradients(params, weight / (1 - weight))
+    of_rest = on_rows(backward, rest, like=share)()  # which adds to the gradient of the share
+    scale_gradients(params, 1 - weight)
+    return mean_loss(of_share, of_rest, weight)
 
 
 def current_scale(scaler: torch.amp.GradScaler | None, device: torch.device) -> Tensor | None:

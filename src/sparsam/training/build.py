@@ -166,8 +166,16 @@ def build_sam(
 ) -> SAM:
     """Build SAM around a recipe's base optimizer, with the given policies."""
     base = build_base(recipe, model, captured=captured)
-    rho, adaptive = _number(recipe.sam.rho, model, captured), recipe.sam.adaptive
-    return SAM.wrap(base, rho=rho, mask=mask, ascent=ascent, schedule=schedule, adaptive=adaptive, model=model)
+    return SAM.wrap(
+        base,
+        rho=_number(recipe.sam.rho, model, captured),
+        mask=mask,
+        ascent=ascent,
+        schedule=schedule,
+        adaptive=recipe.sam.adaptive,
+        model=model,
+        share=recipe.sam.share,
+    )
 
 
 def _updates(config: Any, run: Context) -> dict[str, Any]:

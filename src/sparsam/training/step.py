@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from sparsam.runs.build import build_loss
 from sparsam.runs.recipe import Recipe
 from sparsam.sam import SAM
 from sparsam.sam.without_closure import current_scale, run_passes
+from sparsam.share import WHOLE, Rows
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -74,9 +76,9 @@ class TrainingStep:
         """Return images in the memory layout that the network trains on."""
         return x.contiguous(memory_format=self._layout)
 
-    def _closure(self) -> Tensor:
+    def _closure(self, rows: Rows = WHOLE) -> Tensor:
         self.opt.zero_grad()
-        loss = self._loss()
+        loss = self._loss(rows)
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
@@ -84,7 +86,7 @@ class TrainingStep:
         """Take an fp16 step: a scaler takes no closures, and skips the step after an overflow."""
         if isinstance(self.opt, SAM):
             scale = current_scale(scaler, self.device)
-            loss: Tensor = run_passes(self.opt, lambda: self._scaled_pass(scaler), scale)
+            loss: Tensor = run_passes(self.opt, partial(self._scaled_pass, scaler), scale)
         else:
             self.opt.zero_grad()
             loss = self._scaled_pass(scaler)
@@ -92,14 +94,14 @@ class TrainingStep:
         scaler.update()
         return loss
 
-    def _scaled_pass(self, scaler: torch.amp.GradScaler) -> Tensor:
-        loss = self._loss()
+    def _scaled_pass(self, scaler: torch.amp.GradScaler, rows: Rows = WHOLE) -> Tensor:
+        loss = self._loss(rows)
         scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
-    def _loss(self) -> Tensor:
+    def _loss(self, rows: Rows) -> Tensor:
         assert self._batch is not None
-        x, y = self._batch
+        x, y = rows(self._batch)
         with autocast(self.recipe, self.device):
             loss: Tensor = self._loss_fn(self.model(x), y)
         return loss

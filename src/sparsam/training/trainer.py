@@ -296,7 +296,9 @@ class Trainer:
             "peak_memory_mb": None if self.untimed else epochs[-1]["peak_memory_mb"],
             "perturbed": perturbed,
             # The paper's formula does not know that nothing before a cut is computed twice.
-            "theoretical_flops": theoretical_flops(perturbed, two_passes) if self.recipe.mask.cut is None else None,
+            "theoretical_flops": theoretical_flops(perturbed, two_passes, self.recipe.sam.share)
+            if self.recipe.mask.cut is None
+            else None,
             "extra": {FRESH: 100 * epochs[-1]["fresh_test_accuracy"]} if "fresh_test_accuracy" in epochs[-1] else {},
         }
 

@@ -1,0 +1,163 @@
+r"""SAM on a share of the batch: the two passes see only some of its rows, and the rest adds its gradient at w.
+
+With :math:`g_s` the mean gradient of the first n of N rows and :math:`g_r` that of the others, a step is
+
+.. math::  \epsilon = \rho\,\frac{g_s(w)}{\lVert g_s(w)\rVert_2}\odot m, \qquad
+           w \leftarrow B\Big(w,\ \frac{n}{N}\,g_s(w + \epsilon) + \Big(1 - \frac{n}{N}\Big)\,g_r(w)\Big)
+
+It costs 1 + n/N passes in place of 2. n is round(share * N), and at least 1.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from sparsam.checks import check_number
+from sparsam.errors import UserRuntimeError, UserTypeError, UserValueError
+
+T = TypeVar("T")
+
+EXAMPLE = """
+    def closure(rows):  # rows(t): the rows of t that this call is for
+        opt.zero_grad()
+        loss = loss_fn(model(rows(x)), rows(y))
+        loss.backward()
+        return loss"""
+
+
+class Rows:
+    """Take the rows of a batch that a call of the closure is for.
+
+    Args:
+        start: The share of the batch where these rows begin.
+        end: The share where they end.
+
+    >>> share, rest = Rows(0, 1 / 4), Rows(1 / 4, 1)
+    >>> x = torch.arange(6)
+    >>> share(x), rest(x)
+    (tensor([0, 1]), tensor([2, 3, 4, 5]))
+    """
+
+    def __init__(self, start: float, end: float) -> None:
+        self.start, self.end = start, end
+        self.total: int | None = None  # the rows of the batch, once they are known
+
+    def __call__(self, batch: T) -> T:
+        """Return these rows of a tensor, or of each tensor in a list, tuple or dict."""
+        if self.start == 0 and self.end == 1:
+            return batch
+        for t in tree_leaves(batch):
+            if isinstance(t, Tensor):
+                self._note(t)
+        if self.total is None:
+            raise UserTypeError(
+                f"rows takes a tensor, or a list, tuple or dict of tensors, but was given a {type(batch).__name__}"
+            )
+        begin, stop = _row(self.start, self.total), _row(self.end, self.total)
+        return tree_map(lambda leaf: leaf[begin:stop] if isinstance(leaf, Tensor) else leaf, batch)  # type: ignore[no-any-return]
+
+    def _note(self, t: Tensor) -> None:
+        if t.dim() == 0:
+            raise UserValueError("rows takes tensors with a row for each sample, but was given one without dimensions")
+        if self.total is None:
+            self.total = len(t)
+        elif self.total != len(t):
+            raise UserValueError(
+                f"rows takes tensors of one batch, but was given tensors of {self.total} and of {len(t)} rows"
+            )
+
+
+WHOLE = Rows(0, 1)
+
+
+def split(share: float) -> tuple[Rows, Rows]:
+    """Return the rows of the share and those of the rest."""
+    return Rows(0, share), Rows(share, 1)
+
+
+def fraction(share: Rows) -> float:
+    """Return which part of the batch the share is: n / N."""
+    assert share.total is not None  # on_rows() has checked it
+    return _row(share.end, share.total) / share.total
+
+
+def on_rows(closure: Callable[[Rows], T], rows: Rows, like: Rows | None = None) -> Callable[[], T]:
+    """Return a closure without an argument, which computes these rows.
+
+    Args:
+        closure: The user's.
+        rows: What it is called with.
+        like: Rows of an earlier call of the step, which must have been of the same batch.
+    """
+
+    @wraps(closure)
+    def call() -> T:
+        result = closure(rows)
+        if rows.total is None:
+            raise UserRuntimeError(
+                f"the closure must compute the rows that it is called for, but did not call rows:{EXAMPLE}"
+            )
+        if like is not None and rows.total != like.total:
+            raise UserRuntimeError(
+                f"the closure must compute one batch in all calls of a step, but had {like.total} rows first and "
+                f"{rows.total} then: take the batch before the step"
+            )
+        return result
+
+    return call
+
+
+@torch.no_grad()
+def scale(params: Sequence[Tensor], factor: float) -> None:
+    """Multiply the gradients."""
+    if grads := [p.grad for p in params if p.grad is not None]:
+        torch._foreach_mul_(grads, factor)
+
+
+@torch.no_grad()
+def mix(params: Sequence[Tensor], of_share: Sequence[Tensor | None], weight: float) -> None:
+    """Let each gradient be weight * (that of the share) + (1 - weight) * (the one in `.grad`); None counts as 0."""
+    both = [(p.grad, g) for p, g in zip(params, of_share, strict=True) if p.grad is not None and g is not None]
+    only_share = [(p, g) for p, g in zip(params, of_share, strict=True) if p.grad is None and g is not None]
+    scale(params, 1 - weight)
+    if both:
+        rest, share = map(list, zip(*both, strict=True))
+        torch._foreach_add_(rest, share, alpha=weight)
+    for p, g in only_share:
+        p.grad = g * weight
+
+
+def mean_loss(of_share: Any, of_rest: Any, weight: float) -> Any:
+    """Return the loss at w of the whole batch."""
+    losses = [loss.detach() if isinstance(loss, Tensor) else loss for loss in (of_share, of_rest)]
+    return weight * losses[0] + (1 - weight) * losses[1]
+
+
+def check_share_of_batch(share: object) -> None:
+    """Raise an error unless the share is a number in (0, 1]."""
+    check_number("share", share, "a number in (0, 1]", lambda value: 0 < value <= 1)
+
+
+def check_takes_rows(closure: Any) -> None:
+    """Raise an error if a closure cannot be called with one argument."""
+    try:
+        inspect.signature(closure).bind(None)
+    except TypeError as error:
+        raise UserTypeError(
+            f"with share= the closure must take one argument, the rows that a call is for, but cannot be called with "
+            f"one ({error}):{EXAMPLE}"
+        ) from error
+    except ValueError:
+        return  # it does not say what it takes
+
+
+def _row(share: float, total: int) -> int:
+    """Return how many rows a share is."""
+    return total if share == 1 else 0 if share == 0 else max(1, round(share * total))
