@@ -34,14 +34,14 @@ README = ROOT / "README.md"
 PICTURES = {theme: ROOT / "docs" / "images" / f"accuracy-cost-{theme}.svg" for theme in ("light", "dark")}
 START, END = "<!-- results: made by benchmarks/front_page.py -->\n", "<!-- end of results -->"
 
-SGD, SAM, SSAM_F = "SGD", "SAM", "SSAM-F, 50 %"
-AT_1_15, AT_1_35 = "**sparsam, budget 1.15**", "**sparsam, budget 1.35**"
+SGD, SAM, SSAM_F = "SGD", "SAM", "SSAM-F, half of the weights"
+AT_1_15, AT_1_35 = "**thrifty SAM, budget 1.15**", "**thrifty SAM, budget 1.35**"
 METHODS = {  # the rows of the table, in their order
     SGD: Row("cifar100-resnet18-sgd-decay"),
     AT_1_15: Row("cifar100-resnet18-thrifty"),
     AT_1_35: Row("cifar100-resnet18-thrifty", ("mask.cut=layer2", "schedule.fraction=0.469")),
     SSAM_F: Row("cifar100-resnet18-ssam-f"),
-    "SSAM-D, 50 %": Row("cifar100-resnet18-ssam-d"),
+    "SSAM-D, half of the weights": Row("cifar100-resnet18-ssam-d"),
     SAM: Row("cifar100-resnet18-sam"),
 }
 COLUMNS = (
@@ -52,7 +52,7 @@ COLUMNS = (
     "Difference to SGD (95 % interval)",
     "Difference to SAM (95 % interval)",
 )
-DRAWN = {SGD: "SGD", AT_1_15: "sparsam", AT_1_35: "sparsam", SAM: "SAM"}  # the names in the picture
+DRAWN = {SGD: "SGD", AT_1_15: "thrifty SAM", AT_1_35: "thrifty SAM", SAM: "SAM"}  # the names in the picture
 ARROWS = {AT_1_15: 0.15, SAM: 0.04}  # methods with an arrow for the extra cost, and its height in the picture
 
 WIDTH, HEIGHT = 700, 360  # pixels
@@ -60,6 +60,7 @@ WIDTH, HEIGHT = 700, 360  # pixels
 FONTS = "-apple-system, BlinkMacSystemFont, 'Segoe UI', 'Noto Sans', Helvetica, Arial, sans-serif"
 GREY = {"light": "#59636e", "dark": "#9198a1"}
 FAINT = {"light": "#d1d9e0", "dark": "#3d444d"}
+PAGE = {"light": "#ffffff", "dark": "#0d1117"}
 
 
 @dataclass(frozen=True)
@@ -157,12 +158,15 @@ def picture(methods, theme):
     low, high = (end(bound for point in points for bound in point.interval) for end in (min, max))
     seeds = " or ".join(map(str, sorted({len(point.accuracies) for point in points})))
     with mpl.rc_context({"svg.hashsalt": theme, "svg.fonttype": "none", "font.family": "DejaVu Sans", "font.size": 14}):
-        figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72))
-        axes = figure.add_axes((0.05, 0.15, 0.93, 0.75))
+        figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), facecolor=PAGE[theme])
+        axes = figure.add_axes((0.05, 0.15, 0.93, 0.75), facecolor=PAGE[theme])
         axes.set_title(
-            f"Test accuracy, %: mean of {seeds} seeds, with its 95 % interval", color=grey, loc="left", size=14
+            f"ResNet-18, CIFAR-100: test accuracy in %, mean of {seeds} seeds with its 95 % interval",
+            color=grey,
+            loc="left",
+            size=14,
         )
-        axes.set_xlabel("Cost of the training, × SGD", color=grey)
+        axes.set_xlabel("Counted cost of the training, × SGD", color=grey)
         axes.set(xlim=(0.94, 2.06), ylim=(low - 0.68 * (high - low), high + 0.08 * (high - low)))
         axes.set_xticks([point.cost for point in points], [f"{point.cost:.2f}" for point in points])
         axes.set_yticks(range(math.ceil(low), math.ceil(high)))
@@ -192,7 +196,7 @@ def picture(methods, theme):
                 write(f"+{100 * (point.cost - 1):.0f} % cost", middle, (0, 6), xycoords=place, size=13)
 
         file = io.StringIO()
-        figure.savefig(file, format="svg", transparent=True, metadata={"Creator": None, "Date": None})
+        figure.savefig(file, format="svg", metadata={"Creator": None, "Date": None})
     return file.getvalue().replace("'DejaVu Sans'", FONTS)
 
 
