@@ -14,6 +14,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
@@ -25,7 +26,7 @@ from sparsam.report.styles import COLOURS, style
 from sparsam.report.table import NONE, Cell, Table, spread
 from sparsam.report.text import markdown
 from sparsam.reproduce.comparison import Difference, compare, find_runs
-from sparsam.reproduce.experiments import Experiment, Row
+from sparsam.reproduce.experiments import Experiment, find_experiments
 from sparsam.thrifty import FRIENDLY
 
 ROOT = Path(__file__).parents[1]
@@ -36,14 +37,15 @@ START, END = "<!-- results: made by benchmarks/front_page.py -->\n", "<!-- end o
 
 SGD, SAM, SSAM_F = "SGD", "SAM", "SSAM-F, half of the weights"
 AT_1_15, AT_1_35 = "**thrifty SAM, budget 1.15**", "**thrifty SAM, budget 1.35**"
-METHODS = {  # the rows of the table, in their order
-    SGD: Row("cifar100-resnet18-sgd-decay"),
-    AT_1_15: Row("cifar100-resnet18-thrifty"),
-    AT_1_35: Row("cifar100-resnet18-thrifty", ("mask.cut=layer2", "schedule.fraction=0.469")),
-    SSAM_F: Row("cifar100-resnet18-ssam-f"),
-    "SSAM-D, half of the weights": Row("cifar100-resnet18-ssam-d"),
-    SAM: Row("cifar100-resnet18-sam"),
+METHODS = {  # the rows of the README's table in their order, each with its name in TABLES
+    SGD: "cifar100-resnet18-sgd-decay",
+    AT_1_15: "cifar100-resnet18-thrifty",
+    AT_1_35: "cifar100-resnet18-thrifty-layer2-fraction0.469",
+    SSAM_F: "cifar100-resnet18-ssam-f",
+    "SSAM-D, half of the weights": "cifar100-resnet18-ssam-d",
+    SAM: "cifar100-resnet18-sam",
 }
+TABLES = [str(ROOT / "results" / "thrifty" / "final.toml"), "table1"]
 COLUMNS = (
     "Method",
     "Cost, × SGD (counted)",
@@ -71,18 +73,20 @@ class Measured:
         name: The name in the table.
         method: The kind of method, which has a colour of its own.
         cost: The cost of the training, relative to SGD.
+        fraction: The part of the steps that is sharpness-aware; None: no schedule sets one.
         accuracies: The test accuracy of each seed after the last epoch, as a fraction.
     """
 
     name: str
     method: str
     cost: float
+    fraction: float | None
     accuracies: tuple[float, ...]
 
     @property
     def mean(self):
         """The mean accuracy in percent."""
-        return Difference.of(self.accuracies, [0.0]).value
+        return 100 * fmean(self.accuracies)
 
     @property
     def interval(self):
@@ -95,12 +99,19 @@ class Measured:
         return COLOURS[style(self.method).colour][theme == "dark"]
 
 
-def measure(rows=METHODS):
-    """Return the methods that have runs, in the order of the rows, which are given by name."""
-    results = compare(Experiment("", "", tuple(rows.values())), find_runs(RUNS))
+def measure(methods=METHODS):
+    """Return the methods that have runs, in their order; each is given with the name of its row."""
+    rows = {row.name: row for table in find_experiments(TABLES) for row in table.rows}
+    results = compare(Experiment("", "", tuple(rows[name] for name in methods.values())), find_runs(RUNS))
     return [
-        Measured(name, found.method, cost(result.recipe), tuple(run.accuracy for run in found.counted))
-        for name, result in zip(rows, results, strict=True)
+        Measured(
+            name,
+            found.method,
+            cost(result.recipe),
+            result.recipe.schedule.fraction,
+            tuple(run.accuracy for run in found.counted),
+        )
+        for name, result in zip(methods, results, strict=True)
         if (found := result.method)
     ]
 
@@ -145,7 +156,7 @@ def _difference(method, other):
         return NONE
     found = Difference.of(method.accuracies, other.accuracies)
     interval = "{:+.2f} to {:+.2f}".format(*found.interval) if found.interval else NONE
-    return f"{found.value:+.2f} ({interval})"
+    return f"{found.value:+.2f} ({interval})".replace("-", "−")
 
 
 def picture(methods, theme):

@@ -1,14 +1,14 @@
 """Train what the documentation still lacks: `make gpu`.
 
 gpu.toml lists jobs, the most important first: one list for the GPU, one for CPU cores. A job is a set of rows of
-`sparsam reproduce`. Runs that have files in results/ are left out. On the GPU one run trains after another; beside it
+`sparsam reproduce`. Runs that have files in results/ are left out. On the GPU one run trains after another. Beside it
 each core trains a run of the other list, with one thread. The same command again goes on where it was stopped.
 
     python benchmarks/gpu.py --list
-    python benchmarks/gpu.py --data DATA --minutes 25 --archive runs/gpu.tar.gz
+    python benchmarks/gpu.py --data DATA --minutes 25
 
-The archive holds what is to be committed to results/: recipe, environment, metrics, summary and what was measured of
-the weights, but no weights.
+At the end the files that are to be committed are packed into OUTPUT.tar.gz, to be unpacked in results/: recipe,
+environment, metrics, summary and what was measured of the weights, but no weights.
 """
 
 import argparse
@@ -19,9 +19,11 @@ import multiprocessing
 import os
 import pickle
 import shlex
+import signal
 import sys
 import tarfile
 import tempfile
+import threading
 import time
 import tomllib
 from dataclasses import dataclass, field, replace
@@ -37,7 +39,7 @@ from sparsam.reproduce.comparison import find_runs
 from sparsam.reproduce.experiments import chosen, find_experiments
 from sparsam.reproduce.plan import plan_runs, without_known
 from sparsam.runs.directory import RunDirectory, directories_in
-from sparsam.training.interrupt import Interrupted
+from sparsam.training.interrupt import Interrupted, stopping_on_signals
 from sparsam.training.planned import PlannedRun, check_planned
 from sparsam.training.progress import LogProgress
 from sparsam.training.turns import train_runs
@@ -55,41 +57,44 @@ class Job:
 
     Args:
         why: What the runs are for.
+        folder: Where they lie in results/.
         tables: Names of the paper's tables, or files.
         minutes: How long a run takes, roughly. Near the end of the time no run is begun that would not end in it.
         only: Texts that choose rows, as for `sparsam reproduce --only`; none: all rows.
         set: Settings for all rows.
-        seeds: How many seeds. All rows are trained with the first one, then with the second one.
+        seeds: How many seeds. All rows are trained with the first seed, then with the second.
         share_start: Whether runs of a seed take their common base steps once.
-        then: A command of `sparsam` after the runs of a seed, which may need their weights. {runs} stands for their
-            paths, {output} for the folder, {set} for the settings.
-        smoke: What shortens that command in a smoke test.
+        afterwards: A command of `sparsam` after the runs of a seed, which may need their weights. {runs} stands for
+            their paths, {output} for the folder, {seed} for the seed, {set} for the settings.
+        smoke: Options that shorten this command in a smoke test.
     """
 
     why: str
+    folder: str
     tables: list[str]
     minutes: float
     only: list[str] = field(default_factory=list)
     set: list[str] = field(default_factory=list)
     seeds: int = 1
     share_start: bool = False
-    then: str = ""
+    afterwards: str = ""
     smoke: str = ""
 
-    def units(self, output, settings, known, *, smoke):
+    def units(self, settings, options, known):
         """Return what is still to be trained, in parts that a process trains as a whole."""
         tables = chosen(find_experiments(self.tables), self.only)
-        if smoke:
+        if options.smoke:
             tables = [replace(table, rows=tuple(map(_without_smoke_settings, table.rows))) for table in tables]
-        wanted = [*self.set, *settings]
-        meant = {setting for table in tables for row in table.rows for setting in row.relevant(wanted)}
-        settings = tuple(setting for setting in wanted if setting in meant)
-        missing, _ = without_known(plan_runs(tables, 1 if smoke else self.seeds, output, settings), known)
+        # A setting of the list is for rows that it has a meaning for: SGD has no mask.
+        meant = {setting for table in tables for row in table.rows for setting in row.relevant(settings)}
+        changes = (*self.set, *(setting for setting in settings if setting in meant))
+        seeds = 1 if options.smoke else self.seeds
+        missing, _ = without_known(plan_runs(tables, seeds, options.output / self.folder, changes), known)
         groups = {}
         for run in sorted(missing, key=lambda run: run.recipe.train.seed):
-            together = smoke or self.share_start or self.then
+            together = options.smoke or self.share_start or self.afterwards
             groups.setdefault(run.recipe.train.seed if together else run.path, []).append(run)
-        return [Unit(self, tuple(runs), settings) for runs in groups.values()]
+        return [Unit(self, tuple(runs), changes) for runs in groups.values()]
 
 
 def _without_smoke_settings(row):
@@ -113,16 +118,32 @@ class Unit:
         return self.runs[0].path.name + (f" and {more} more" if more else "")
 
     @property
-    def minutes(self):
-        """How long the unit takes, roughly."""
-        return self.job.minutes * len(self.runs)
+    def unfinished(self):
+        """The runs that are not finished."""
+        return [run for run in self.runs if not RunDirectory(run.path).finished]
 
-    def command(self, output, *, smoke):
-        """Return the words of the command after the runs; none: there is none."""
-        runs = shlex.join(str(run.path) for run in self.runs)
-        changes = shlex.join(word for setting in self.settings for word in ("--set", setting))
-        text = f"{self.job.then} {self.job.smoke if smoke else ''}"
-        return shlex.split(text.format(runs=runs, output=output, set=changes))
+    @property
+    def minutes(self):
+        """How long the rest of the unit takes, roughly."""
+        return self.job.minutes * len(self.unfinished)
+
+    def log(self, output, suffix="log"):
+        """Return where its process writes what it prints; with the suffix "done", what says that all is done."""
+        return output / "logs" / f"{self.runs[0].path.name}.{suffix}"
+
+    def is_done(self, output):
+        """Whether all is done that the unit asks for."""
+        return not self.unfinished and self.log(output, "done").is_file()
+
+    def command(self, options):
+        """Return the words of the command after the runs, if there is one."""
+        text = self.job.afterwards + (f" {self.job.smoke}" if options.smoke else "")
+        words = {
+            "runs": shlex.join(str(run.path) for run in self.runs),
+            "set": shlex.join(word for setting in self.settings for word in ("--set", setting)),
+            "seed": self.runs[0].recipe.train.seed,
+        }
+        return shlex.split(text.format(output=options.output, **words))
 
 
 def read_table():
@@ -132,25 +153,25 @@ def read_table():
 
 
 def units_of(kind, options, known):
-    """Return what is to be trained of a list, the most important first. A run that two jobs need is the first one's."""
+    """Return what is to be trained of a list, the most important first. A run that two jobs need is in the first."""
     settings, jobs = read_table()[kind]
-    changes = [*(SMOKE if options.smoke else settings), f"data.root={options.data.absolute()}"]
+    changes = [*(SMOKE if options.smoke else settings), f"data.root={options.data}"]
     units, planned = [], set()
     for job in jobs:
-        for unit in job.units(options.output, changes, known, smoke=options.smoke):
-            if runs := tuple(run for run in unit.runs if run.path not in planned):
-                units.append(replace(unit, runs=runs))
-                planned |= {run.path for run in runs}
-    check_planned([run for unit in units for run in unit.runs])
+        for unit in job.units(changes, options, known):
+            runs = tuple(run for run in unit.runs if run.path.name not in planned)
+            planned |= {run.path.name for run in runs}
+            if runs and not (left := replace(unit, runs=runs)).is_done(options.output):
+                units.append(left)
     return units
 
 
-def train_unit(unit, device, options, log):
-    """Train the runs of a unit, then take its command. This is all that a process does."""
-    with log.open("a") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+def train_unit(unit, device, options):
+    """Train the runs of a unit, then run its command. This is all that a process does."""
+    with unit.log(options.output).open("a") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         try:
             failed = train_runs(
-                unit.runs,
+                unit.unfinished,
                 device=torch.device(device),
                 keep_going=True,
                 share_start=unit.job.share_start,
@@ -158,47 +179,58 @@ def train_unit(unit, device, options, log):
             )
             if failed:
                 raise UserError("\n".join(failed))
-            if command := unit.command(options.output, smoke=options.smoke):
-                sys.argv = ["sparsam", *command]
-                sparsam()
+            if command := unit.command(options):
+                run_command(command)
+            unit.log(options.output, "done").touch()
         except (Interrupted, UserError) as error:
             print(error)
-            raise SystemExit(1) from error
+            raise SystemExit(STOPPED if isinstance(error, Interrupted) else 1) from error
+
+
+def run_command(words):
+    """Run a command of `sparsam`. It ends with an exit of its own."""
+    sys.argv = ["sparsam", *words]
+    try:
+        sparsam()
+    except SystemExit as end:
+        if end.code:
+            raise UserError(f"sparsam {shlex.join(words)} failed") from end
+
+
+STOPPED = 3  # how a process ends that was asked to stop
 
 
 class Slots:
-    """Processes that train units side by side, as many as there are places.
+    """Processes that train the units of a list side by side, as many as there are places.
 
     Args:
+        kind: The list.
         units: What to train, the most important first.
-        places: How many at once.
+        places: How many units at once.
         device: Where.
         options: Of the command.
     """
 
-    def __init__(self, units, places, device, options):
-        self.waiting, self.places, self.device, self.options = list(units), places, device, options
+    def __init__(self, kind, units, places, device, options):
+        self.kind, self.waiting, self.places, self.device, self.options = kind, list(units), places, device, options
         self.running, self.failed = [], []
-        self.logs = options.output / "logs"
-        self.logs.mkdir(parents=True, exist_ok=True)
+        (options.output / "logs").mkdir(parents=True, exist_ok=True)
 
     def poll(self, left):
-        """Note what has ended, and begin what fits into the minutes that are left."""
+        """Report the processes that have ended, and begin those that fit into the minutes that are left."""
         for entry in self.running.copy():
             unit, process, started = entry
             if process.exitcode is None:
                 continue
             self.running.remove(entry)
-            ended = all(RunDirectory(run.path).finished for run in unit.runs) and process.exitcode == 0
-            word = "finished" if ended else "not finished"
-            print(f"{self.device}: {unit.name}: {word} after {(time.monotonic() - started) / 60:.1f} min", flush=True)
-            if not ended:
+            how = {0: "finished", STOPPED: "stopped", -signal.SIGTERM: "stopped"}.get(process.exitcode, "failed")
+            print(f"{self.kind}: {unit.name}: {how} after {(time.monotonic() - started) / 60:.1f} min", flush=True)
+            if how == "failed":
                 self.failed.append(unit)
         while len(self.running) < self.places and (unit := next((u for u in self.waiting if u.minutes <= left), None)):
             self.waiting.remove(unit)
-            log = self.logs / f"{unit.runs[0].path.name}.log"
             context = multiprocessing.get_context("spawn")
-            process = context.Process(target=train_unit, args=(unit, self.device, self.options, log))
+            process = context.Process(target=train_unit, args=(unit, self.device, self.options))
             process.start()
             self.running.append((unit, process, time.monotonic()))
 
@@ -209,18 +241,18 @@ class Slots:
         for _, process, _ in self.running:
             process.join()
 
-    def place(self):
-        """Return in a few words how far it is: the epoch of its first process."""
-        now = [RunDirectory(run.path) for unit, *_ in self.running[:1] for run in unit.runs]
-        current = next((run for run in now if run.exists and not run.finished), None)
+    def progress(self):
+        """Return in a few words how far the list is, with the epoch of its first process."""
+        runs = [RunDirectory(run.path) for unit, *_ in self.running[:1] for run in unit.runs]
+        current = next((run for run in runs if run.exists and not run.finished), None)
         where = f" {current.path.name}, epoch {len(current.epochs()) + 1};" if current else ""
-        return f"{self.device}:{where} {len(self.running)} running, {len(self.waiting)} waiting"
+        return f"{self.kind}:{where} {len(self.running)} running, {len(self.waiting)} waiting"
 
 
-def pack(output, archive):
-    """Write the small files of all finished runs into one archive; return how many runs it holds."""
+def pack(output):
+    """Write the small files of all finished runs into one archive; return its path and how many runs it holds."""
     finished = [path for path in directories_in(output) if RunDirectory(path).finished]
-    archive.parent.mkdir(parents=True, exist_ok=True)
+    archive = output.parent / f"{output.name}.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
         for path in finished:
             for file in sorted(file for pattern in KEPT for file in path.glob(pattern)):
@@ -232,7 +264,7 @@ def pack(output, archive):
                 entry = tarfile.TarInfo(str(file.relative_to(output)))
                 entry.size = len(content)
                 tar.addfile(entry, io.BytesIO(content))
-    return len(finished)
+    return archive, len(finished)
 
 
 def write_noise(folder):
@@ -253,58 +285,76 @@ def write_noise(folder):
 
 def show(kind, units):
     """Print what a list still lacks, a line for each job."""
-    print(f"{kind}: {sum(len(unit.runs) for unit in units)} runs, {sum(unit.minutes for unit in units):.0f} minutes")
+    print(f"{kind}: {_count(units)} runs, {sum(unit.minutes for unit in units):.0f} minutes")
     for job in dict.fromkeys(unit.job.why for unit in units):
         own = [unit for unit in units if unit.job.why == job]
-        count, minutes = sum(len(unit.runs) for unit in own), sum(unit.minutes for unit in own)
-        print(f"{count:5} runs, {minutes:4.0f} min: {job} ({own[0].runs[0].path.name}{', ...' if count > 1 else ''})")
+        more = ", ..." if _count(own) > 1 else ""
+        print(f"{_count(own):5} runs, {sum(unit.minutes for unit in own):4.0f} min: {job} ({own[0].name}{more})")
+
+
+def _count(units):
+    return sum(len(unit.unfinished) for unit in units)
 
 
 def train(options, known):
-    """Train; return whether all that was begun has ended well."""
-    deadline = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
+    """Train until nothing is left or the time is up; return the units that failed."""
+    deadline = float("inf") if options.minutes is None else time.monotonic() + 60 * options.minutes
     slots = []
     for kind in options.lists:
         units = units_of(kind, options, known)
+        runs = [run for unit in units for run in unit.runs]
+        check_planned(runs)
+        check_data(runs, options.data)
         show(kind, units)
         on_gpu = kind == GPU and not options.smoke
-        slots.append(Slots(units, 1 if on_gpu else options.cores, "cuda" if on_gpu else "cpu", options))
-    shown = time.monotonic()
-    try:
-        while True:
-            left = (deadline - time.monotonic()) / 60
+        slots.append(Slots(kind, units, 1 if on_gpu else options.cores, "cuda" if on_gpu else "cpu", options))
+    asked, shown = threading.Event(), time.monotonic()
+    with stopping_on_signals(asked.set):
+        while (left := (deadline - time.monotonic()) / 60) > 0 and not asked.wait(0.2):
             for slot in slots:
                 slot.poll(left)
-            if left <= 0 or not any(slot.running for slot in slots):
+            if not any(slot.running for slot in slots):
                 break
             if time.monotonic() - shown > 60:
                 shown = time.monotonic()
-                print("; ".join(slot.place() for slot in slots), flush=True)
-            time.sleep(0.2)
-    except KeyboardInterrupt:
-        left = 0
-        print("stopping; the same command goes on from here")
-    for slot in slots:
-        slot.stop()
-        slot.poll(left=0)
-    failed = [unit for slot in slots for unit in slot.failed]
-    for unit in failed:
-        print(f"not finished: {unit.name}; its log: {options.output}/logs/{unit.runs[0].path.name}.log")
-    return left <= 0 or not failed
+                print("; ".join(slot.progress() for slot in slots), flush=True)
+        if any(slot.running for slot in slots):
+            print("stopping: runs are saved, and the same command goes on from there", flush=True)
+        for slot in slots:
+            slot.stop()
+            slot.poll(left=0)
+            if slot.waiting:
+                print(f"{slot.kind}: {_count(slot.waiting)} runs are left; there was no time for them")
+    return [unit for slot in slots for unit in slot.failed]
+
+
+def check_data(runs, folder):
+    """Raise an error if a data set that runs need is not there."""
+    for name in {run.recipe.data.name for run in runs} & LAYOUTS.keys():
+        if not (folder / LAYOUTS[name].folder).is_dir():
+            raise UserError(f"--data must be a folder that holds {LAYOUTS[name].folder}, but {folder} does not")
+
+
+def positive(text):
+    """Read a number above 0."""
+    if not (value := float(text)) > 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, but is {text}")
+    return value
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("data"), help="the folder with CIFAR-10 and CIFAR-100")
-    parser.add_argument("--minutes", type=float, help="stop after so many minutes; the same command goes on later")
+    parser.add_argument("--minutes", type=positive, help="stop after so many minutes; the same command goes on later")
     parser.add_argument("--cores", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="CPU runs at once")
     parser.add_argument("--lists", nargs="+", choices=[GPU, CPU], default=[GPU, CPU], help="which lists to train")
     parser.add_argument("--output", type=Path, default=Path("runs/gpu"), help="where runs are written")
-    parser.add_argument("--archive", type=Path, help="where the small files are packed; default: OUTPUT.tar.gz")
     parser.add_argument("--list", action="store_true", help="show what is to be trained, and train nothing")
     parser.add_argument("--smoke", action="store_true", help="two steps of each row on the CPU, on random images")
     options = parser.parse_args()
-    options.output = options.output.absolute()
+    if options.cores < 1:
+        parser.error(f"--cores must be at least 1, but is {options.cores}")
+    options.output, options.data = options.output.absolute(), options.data.absolute()
     os.chdir(ROOT)  # tables name their recipes from here
     known = [] if options.smoke else find_runs(ROOT / "results")
     if options.list:
@@ -314,14 +364,19 @@ def main():
     if GPU in options.lists and not options.smoke and not torch.cuda.is_available():
         parser.error("there is no GPU; --lists cpu trains what CPU cores are for, --smoke tries two steps of each row")
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes to come
-    with tempfile.TemporaryDirectory() as folder:
-        if options.smoke:
-            options.data = Path(folder)
-            write_noise(options.data)
-        good = train(options, known)
-    archive = options.archive or options.output.with_suffix(".tar.gz")
-    print(f"{pack(options.output, archive)} finished runs: {archive}")
-    sys.exit(0 if good else 1)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            if options.smoke:
+                options.data = Path(folder)
+                write_noise(options.data)
+            failed = train(options, known)
+    except UserError as error:
+        parser.error(str(error))
+    archive, count = pack(options.output)
+    print(f"{count} finished runs: {archive}")
+    for unit in failed:
+        print(f"failed: {unit.name}; see {unit.log(options.output)}")
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,13 @@ import pytest
 from committed import front_page
 from front_page import METHODS, SAM, SGD, Measured
 
-from sparsam.reproduce.experiments import Row
-
-ONE = Measured("one", "SSAM-F", 2.0, (0.8,))
-TWO = Measured(SGD, "SGD", 1.0, (0.5, 0.7))
+ONE = Measured("one", "SSAM-F", 2.0, None, (0.8,))
+TWO = Measured(SGD, "SGD", 1.0, None, (0.5, 0.7))
 
 
 def test_methods_without_runs_are_left_out():
-    assert [method.name for method in front_page.measure({"none": Row("digits-sgd"), SAM: METHODS[SAM]})] == [SAM]
+    without = {"none": "cifar10-resnet18-sgd", SAM: METHODS[SAM]}
+    assert [method.name for method in front_page.measure(without)] == [SAM]
 
 
 def test_a_single_seed_has_no_interval():

@@ -13,6 +13,7 @@ from committed import RESULTS, ROOT, front_page
 from page_numbers import Page, PageTable, Sentence, TableOf, numbers_in
 
 from claims import CLAIMS, SETTINGS
+from sparsam.runs.directory import RunDirectory, directories_in
 
 PAGES = ["README.md", "results/README.md", *(str(p.relative_to(ROOT)) for p in sorted(RESULTS.glob("notes/*.md")))]
 SENTENCES = [claim for claim in CLAIMS if isinstance(claim, Sentence)]
@@ -41,9 +42,9 @@ def wrong(where, numbers, values):
     ]
 
 
-def fail(lines):
+def fail(lines, remedy="correct the page, or the claim in tests/claims.py"):
     if lines:
-        pytest.fail("\n".join(lines), pytrace=False)
+        pytest.fail("\n".join([*lines, remedy]), pytrace=False)
 
 
 @pytest.mark.parametrize("claim", SENTENCES, ids=lambda claim: f"{claim.page}: {claim.text}")
@@ -64,7 +65,8 @@ def test_table(claim):
         f"{claim.page} does not have one table with the columns {[*claim.columns]} under {claim.heading!r}: change or "
         f"delete this claim in tests/claims.py"
     )
-    assert [row.cells[0] for row in table.rows] == [*claim.rows], f"rows of the claim about {claim.page}"
+    rows = [row.cells[0] for row in table.rows]
+    assert rows == [*claim.rows], f"{claim.page} has other rows than the claim: change one of them in tests/claims.py"
     lines = [
         line
         for row, key in zip(table.rows, claim.rows.values(), strict=True)
@@ -85,11 +87,21 @@ def test_every_measured_number_has_a_claim(name):
         for number in page(name).measured()
         if number.line not in lines and not any(each.start <= number.start < each.end for each in found)
     ]
-    fail(without)
+    fail(without, "a claim says which file a number comes from, a setting says that it is not measured")
 
 
 def test_every_setting_is_on_a_page():
-    assert [phrase for phrase in SETTINGS if not any(page(name).find(phrase) for name in PAGES)] == []
+    gone = [phrase for phrase in SETTINGS if not any(page(name).find(phrase) for name in PAGES)]
+    fail(gone, "no page has these phrases any more: delete them from SETTINGS in tests/claims.py")
+
+
+def test_summaries_are_the_last_lines_of_the_metrics():
+    wrong = [
+        str(path.relative_to(ROOT))
+        for path in directories_in(RESULTS)
+        if RunDirectory(path).summary()["test_accuracy"] != RunDirectory(path).metrics()[-1]["test_accuracy"]
+    ]
+    fail(wrong, "test_accuracy of these runs' summary.json is not that of the last line of metrics.jsonl")
 
 
 def test_the_front_page_is_up_to_date():

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
+
+import front_page
+from front_page import AT_1_15, AT_1_35, METHODS, SAM, SGD, SSAM_F  # noqa: F401
 
 from sparsam.report.method import Statistic
 from sparsam.reproduce.comparison import Difference, Result, compare, find_runs
-from sparsam.reproduce.experiments import Experiment, Row, find_experiments
+from sparsam.reproduce.experiments import Experiment, find_experiments
 from sparsam.runs.run import Run, read_run
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results"
 
-sys.path.append(str(ROOT / "benchmarks"))
-import front_page  # noqa: E402
-from front_page import AT_1_15, AT_1_35, METHODS, SAM, SGD, SSAM_F  # noqa: E402, F401
 
 # The table of the README and a row that it leaves out, by name
 PLAIN = "plain gradient"
-ROWS = {
-    **METHODS,
-    PLAIN: Row("cifar100-resnet18-thrifty", ("ascent.name=gradient", "schedule.fraction=0.366")),
-}
+ROWS = {**METHODS, PLAIN: "cifar100-resnet18-thrifty-gradient-sigma-none-decay-none-fraction0.366"}
 
 
 @cache
@@ -63,7 +60,7 @@ def difference_or_none(name: str, other: str) -> list[float]:
 
 def last_steps(name: str) -> float:
     """Return the percentage of the steps that are sharpness-aware."""
-    return 100 * ROWS[name].recipe().schedule.fraction
+    return 100 * front()[name].fraction
 
 
 # Table 1: rows by name
@@ -147,6 +144,34 @@ def gain(table: str, name: str) -> float:
     """Return the gain of a row over the base optimizer in points."""
     plain = "vit-adamw" if table.startswith("vit") else "sgd"
     return 100 * (little_data()[table, name].accuracy.mean - little_data()[table, plain].accuracy.mean)
+
+
+def little_accuracy(row: tuple[str, str]) -> list[float]:
+    """Return the mean accuracy of a row in percent and its standard deviation."""
+    return _percent(little_data()[row].accuracy)
+
+
+def little_difference(row: tuple[str, str], other: tuple[str, str] | None = None) -> list[float]:
+    """Return the difference to another row, by default the base optimizer, and the ends of its 95 % interval."""
+    table, name = row
+    base = ("vit", "vit-adamw") if table.startswith("vit") else ("resnet", "sgd")
+    if name == base[1]:
+        return []
+    accuracies = [[run.accuracy for run in little_data()[key].method.counted] for key in (row, other or base)]
+    found = Difference.of(*accuracies)
+    return [found.value, *found.interval]
+
+
+def above_sam() -> list[float]:
+    """Return the difference of AdamW for 20 epochs to SAM, with the small ViT."""
+    return little_difference(("vit", "vit-adamw-epochs20"), ("vit-small-data", "vit-sam-rho0.4"))
+
+
+def best_epoch(name: str) -> float:
+    """Return the highest of the mean accuracies over seeds of each epoch in percent."""
+    runs = little_data()["vit", name].method.counted
+    by_epoch = zip(*([epoch.test_accuracy for epoch in run.metrics] for run in runs), strict=True)
+    return 100 * max(map(fmean, by_epoch))
 
 
 # Single files
