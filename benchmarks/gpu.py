@@ -12,25 +12,21 @@ environment, metrics, summary and what was measured of the weights, but no weigh
 """
 
 import argparse
-import contextlib
 import io
 import json
-import multiprocessing
 import os
 import pickle
 import shlex
-import signal
 import sys
 import tarfile
 import tempfile
-import threading
-import time
 import tomllib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from processes import Slots, count, run_all
 
 from sparsam.cli import main as sparsam
 from sparsam.data.cifar import LAYOUTS, TEST, TRAIN
@@ -39,7 +35,6 @@ from sparsam.reproduce.comparison import find_runs
 from sparsam.reproduce.experiments import chosen, find_experiments
 from sparsam.reproduce.plan import plan_runs, without_known
 from sparsam.runs.directory import RunDirectory, directories_in
-from sparsam.training.interrupt import Interrupted, stopping_on_signals
 from sparsam.training.planned import PlannedRun, check_planned
 from sparsam.training.progress import LogProgress
 from sparsam.training.turns import train_runs
@@ -123,9 +118,21 @@ class Unit:
         return [run for run in self.runs if not RunDirectory(run.path).finished]
 
     @property
+    def count(self):
+        """How many runs are not finished."""
+        return len(self.unfinished)
+
+    @property
     def minutes(self):
-        """How long the rest of the unit takes, roughly."""
-        return self.job.minutes * len(self.unfinished)
+        """How long they take, roughly."""
+        return self.job.minutes * self.count
+
+    @property
+    def progress(self):
+        """The run that is trained now and its epoch, in words."""
+        runs = [RunDirectory(run.path) for run in self.runs]
+        current = next((run for run in runs if run.exists and not run.finished), None)
+        return f"{current.path.name}, epoch {len(current.epochs()) + 1}" if current else self.name
 
     def log(self, output, suffix="log"):
         """Return where its process writes what it prints; with the suffix "done", what says that all is done."""
@@ -134,6 +141,21 @@ class Unit:
     def is_done(self, output):
         """Whether all is done that the unit asks for."""
         return not self.unfinished and self.log(output, "done").is_file()
+
+    def train(self, device, options):
+        """Train the runs, then run the command. This is all that a process does."""
+        failed = train_runs(
+            self.unfinished,
+            device=torch.device(device),
+            keep_going=True,
+            share_start=self.job.share_start,
+            progress=lambda: LogProgress(ends=True),
+        )
+        if failed:
+            raise UserError("\n".join(failed))
+        if command := self.command(options):
+            run_command(command)
+        self.log(options.output, "done").touch()
 
     def command(self, options):
         """Return the words of the command after the runs, if there is one."""
@@ -166,27 +188,6 @@ def units_of(kind, options, known):
     return units
 
 
-def train_unit(unit, device, options):
-    """Train the runs of a unit, then run its command. This is all that a process does."""
-    with unit.log(options.output).open("a") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
-        try:
-            failed = train_runs(
-                unit.unfinished,
-                device=torch.device(device),
-                keep_going=True,
-                share_start=unit.job.share_start,
-                progress=lambda: LogProgress(ends=True),
-            )
-            if failed:
-                raise UserError("\n".join(failed))
-            if command := unit.command(options):
-                run_command(command)
-            unit.log(options.output, "done").touch()
-        except (Interrupted, UserError) as error:
-            print(error)
-            raise SystemExit(STOPPED if isinstance(error, Interrupted) else 1) from error
-
-
 def run_command(words):
     """Run a command of `sparsam`. It ends with an exit of its own."""
     sys.argv = ["sparsam", *words]
@@ -195,58 +196,6 @@ def run_command(words):
     except SystemExit as end:
         if end.code:
             raise UserError(f"sparsam {shlex.join(words)} failed") from end
-
-
-STOPPED = 3  # how a process ends that was asked to stop
-
-
-class Slots:
-    """Processes that train the units of a list side by side, as many as there are places.
-
-    Args:
-        kind: The list.
-        units: What to train, the most important first.
-        places: How many units at once.
-        device: Where.
-        options: Of the command.
-    """
-
-    def __init__(self, kind, units, places, device, options):
-        self.kind, self.waiting, self.places, self.device, self.options = kind, list(units), places, device, options
-        self.running, self.failed = [], []
-        (options.output / "logs").mkdir(parents=True, exist_ok=True)
-
-    def poll(self, left):
-        """Report the processes that have ended, and begin those that fit into the minutes that are left."""
-        for entry in self.running.copy():
-            unit, process, started = entry
-            if process.exitcode is None:
-                continue
-            self.running.remove(entry)
-            how = {0: "finished", STOPPED: "stopped", -signal.SIGTERM: "stopped"}.get(process.exitcode, "failed")
-            print(f"{self.kind}: {unit.name}: {how} after {(time.monotonic() - started) / 60:.1f} min", flush=True)
-            if how == "failed":
-                self.failed.append(unit)
-        while len(self.running) < self.places and (unit := next((u for u in self.waiting if u.minutes <= left), None)):
-            self.waiting.remove(unit)
-            context = multiprocessing.get_context("spawn")
-            process = context.Process(target=train_unit, args=(unit, self.device, self.options))
-            process.start()
-            self.running.append((unit, process, time.monotonic()))
-
-    def stop(self):
-        """Let every process save its run and end."""
-        for _, process, _ in self.running:
-            process.terminate()
-        for _, process, _ in self.running:
-            process.join()
-
-    def progress(self):
-        """Return in a few words how far the list is, with the epoch of its first process."""
-        runs = [RunDirectory(run.path) for unit, *_ in self.running[:1] for run in unit.runs]
-        current = next((run for run in runs if run.exists and not run.finished), None)
-        where = f" {current.path.name}, epoch {len(current.epochs()) + 1};" if current else ""
-        return f"{self.kind}:{where} {len(self.running)} running, {len(self.waiting)} waiting"
 
 
 def pack(output):
@@ -272,9 +221,9 @@ def write_noise(folder):
     for layout in LAYOUTS.values():
         place = folder / layout.folder
         place.mkdir(parents=True)
-        for files, count in ((layout.train, TRAIN), (layout.test, TEST)):
+        for files, total in ((layout.train, TRAIN), (layout.test, TEST)):
             for file in files:
-                images = count // len(files)
+                images = total // len(files)
                 content = {
                     b"data": np.random.default_rng(0).integers(0, 256, (images, 3 * 32 * 32), np.uint8),
                     layout.labels: [i % layout.classes for i in range(images)],
@@ -285,20 +234,15 @@ def write_noise(folder):
 
 def show(kind, units):
     """Print what a list still lacks, a line for each job."""
-    print(f"{kind}: {_count(units)} runs, {sum(unit.minutes for unit in units):.0f} minutes")
+    print(f"{kind}: {count(units)} runs, {sum(unit.minutes for unit in units):.0f} minutes")
     for job in dict.fromkeys(unit.job.why for unit in units):
         own = [unit for unit in units if unit.job.why == job]
-        more = ", ..." if _count(own) > 1 else ""
-        print(f"{_count(own):5} runs, {sum(unit.minutes for unit in own):4.0f} min: {job} ({own[0].name}{more})")
-
-
-def _count(units):
-    return sum(len(unit.unfinished) for unit in units)
+        more = ", ..." if count(own) > 1 else ""
+        print(f"{count(own):5} runs, {sum(unit.minutes for unit in own):4.0f} min: {job} ({own[0].name}{more})")
 
 
 def train(options, known):
     """Train until nothing is left or the time is up; return the units that failed."""
-    deadline = float("inf") if options.minutes is None else time.monotonic() + 60 * options.minutes
     slots = []
     for kind in options.lists:
         units = units_of(kind, options, known)
@@ -308,24 +252,7 @@ def train(options, known):
         show(kind, units)
         on_gpu = kind == GPU and not options.smoke
         slots.append(Slots(kind, units, 1 if on_gpu else options.cores, "cuda" if on_gpu else "cpu", options))
-    asked, shown = threading.Event(), time.monotonic()
-    with stopping_on_signals(asked.set):
-        while (left := (deadline - time.monotonic()) / 60) > 0 and not asked.wait(0.2):
-            for slot in slots:
-                slot.poll(left)
-            if not any(slot.running for slot in slots):
-                break
-            if time.monotonic() - shown > 60:
-                shown = time.monotonic()
-                print("; ".join(slot.progress() for slot in slots), flush=True)
-        if any(slot.running for slot in slots):
-            print("stopping: runs are saved, and the same command goes on from there", flush=True)
-        for slot in slots:
-            slot.stop()
-            slot.poll(left=0)
-            if slot.waiting:
-                print(f"{slot.kind}: {_count(slot.waiting)} runs are left; there was no time for them")
-    return [unit for slot in slots for unit in slot.failed]
+    return run_all(slots, options.minutes)
 
 
 def check_data(runs, folder):
@@ -372,8 +299,8 @@ def main():
             failed = train(options, known)
     except UserError as error:
         parser.error(str(error))
-    archive, count = pack(options.output)
-    print(f"{count} finished runs: {archive}")
+    archive, packed = pack(options.output)
+    print(f"{packed} finished runs: {archive}")
     for unit in failed:
         print(f"failed: {unit.name}; see {unit.log(options.output)}")
     sys.exit(1 if failed else 0)

@@ -176,13 +176,17 @@ def choose(
     budget: float = BUDGET,
     cut: str | None = None,
     fraction: float | None = None,
+    perturbing: int = FRIENDLY,
 ) -> Choice:
-    """Return what to spend a budget on. See :func:`thrifty` for the arguments."""
+    """Return what to spend a budget on. See :func:`thrifty` for the arguments.
+
+    `perturbing` is what perturbing reads and writes for each weight, by default along F-SAM's direction.
+    """
     check_whole("total_steps", total_steps)
     check_budget(budget)
     if fraction is not None:
         check_number("fraction", fraction, "a number in (0, 1]", lambda value: 0 < value <= 1)
-    costs = counts.costs(FRIENDLY)
+    costs = counts.costs(perturbing)
     if not costs:
         raise UserValueError(_without_cut(counts, budget))
     names = [c.name for c in costs]

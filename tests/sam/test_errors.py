@@ -80,7 +80,7 @@ CONSTRUCTION = [
         lambda: SAM([w()], SGD, rh=0.1, lr=0.1),
         TypeError,
         "'rh' is an argument neither of SAM nor of SGD: did you mean rho? SAM has base_optimizer, rho, mask, ascent, "
-        "schedule, adaptive, model, perturbation, process_group; all others go to SGD",
+        "schedule, adaptive, model, perturbation, process_group, share; all others go to SGD",
     ),
     (
         lambda: SAM([w()], torch.optim.AdamW, lr=0.1, weight_deccay=0.1),

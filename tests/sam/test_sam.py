@@ -302,7 +302,7 @@ def test_it_shows_how_it_perturbs():
 def test_a_type_checker_knows_what_a_step_returns():
     without, with_closure = get_overloads(SAM.step)
     assert without.__annotations__ == {"closure": "None", "return": "None"}
-    assert with_closure.__annotations__ == {"closure": "Callable[[], T]", "return": "T"}
+    assert with_closure.__annotations__ == {"closure": "Callable[[], T] | Callable[[Rows], T]", "return": "T"}
 
 
 def run_with_scores(scores_of, cut=None):

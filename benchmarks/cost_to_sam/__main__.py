@@ -1,0 +1,83 @@
+"""The command: `train` and `report`."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from processes import Slots, run_all
+
+from .methods import METHODS
+from .runs import Run, Unit, best_radii, final_runs, missing, results, search_runs
+from .workloads import WORKLOADS
+
+ROOT = Path(__file__).parents[2]
+COMMITTED = ROOT / "results"
+
+
+def planned(options, places):
+    """Return what is to be trained: the search first, since the table needs its radii."""
+    if options.smoke:
+        return [Run(workload, method, None, 0) for workload in WORKLOADS for method in METHODS]
+    runs = [*search_runs(), *final_runs(best_radii(results(places)))]
+    return [
+        run
+        for run in runs
+        if run.workload in options.workloads and run.method in options.methods and run.seed in options.seeds
+    ]
+
+
+def train(options):
+    """Train what has no file yet."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes to come
+    if options.smoke:
+        for workload in WORKLOADS.values():
+            type(workload).epochs = 1
+    places = [options.output, COMMITTED]
+    left = missing(planned(options, places), places)
+    units = [Unit(run, options.data.absolute()) for run in left]
+    print(f"{len(units)} runs, about {sum(unit.minutes for unit in units) / 60:.1f} hours on one core")
+    if options.list:
+        return 0
+    for name in sorted({WORKLOADS[run.workload].needs for run in left} - {""}):
+        if not (options.data / name).exists():
+            sys.exit(f"--data must be a folder that holds {name}, but {options.data} does not")
+    failed = run_all([Slots("cost to SAM", units, options.cores, "cpu", options)], options.minutes)
+    for unit in failed:
+        print(f"failed: {unit.name}; see {unit.log(options.output)}")
+    return 1 if failed else 0
+
+
+def report(options):
+    """Print the table and draw the picture."""
+    from .report import write
+
+    write(results([options.output, COMMITTED]), options.picture)
+    return 0
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m cost_to_sam", description=sys.modules[__package__].__doc__)
+    commands = parser.add_subparsers(required=True)
+    training = commands.add_parser("train", help="train what has no file yet")
+    training.set_defaults(run=train)
+    training.add_argument("--data", type=Path, default=Path("data"), help="holds CIFAR-10's folder and ETTh1.csv")
+    training.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    training.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    training.add_argument("--seeds", nargs="+", type=int, default=list(range(5)))
+    training.add_argument("--cores", type=int, default=os.cpu_count() or 1, help="runs at once, a thread each")
+    training.add_argument("--minutes", type=float, help="stop after so many minutes; runs that are stopped begin again")
+    training.add_argument("--list", action="store_true", help="say how much is left, and train nothing")
+    training.add_argument("--smoke", action="store_true", help="one epoch of each method and workload")
+    reporting = commands.add_parser("report", help="print the table and draw the picture")
+    reporting.set_defaults(run=report)
+    reporting.add_argument("--picture", type=Path, default=ROOT / "docs" / "images" / "cost-to-sam.svg")
+    for command in (training, reporting):
+        command.add_argument("--output", type=Path, default=Path("runs"), help="where runs are written")
+    options = parser.parse_args()
+    options.output = options.output.absolute()
+    sys.exit(options.run(options))
+
+
+if __name__ == "__main__":
+    main()

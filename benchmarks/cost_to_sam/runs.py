@@ -1,0 +1,137 @@
+"""What is trained, in which order, and the file of each run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsam.runs.files import replace_file
+from sparsam.training.environment import describe_environment
+
+from .methods import METHODS, RHOS
+from .training import train
+from .workloads import WORKLOADS
+
+FOLDER = Path("cost-to-sam")  # in results/, and in an output folder
+SEARCH_SEEDS, SEEDS = (0, 1), range(5)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run; with a radius of its own, or None: the method's."""
+
+    workload: str
+    method: str
+    rho: float | None
+    seed: int
+
+    @property
+    def file(self) -> Path:
+        """Where it is written, below the folder of all runs."""
+        rho = "" if self.rho is None else f"-rho{self.rho:g}"
+        return FOLDER / self.workload / f"{self.method}{rho}-seed{self.seed}.json"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A run that a process trains (:mod:`processes`)."""
+
+    run: Run
+    data: Path
+    count: int = 1
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return f"{self.run.workload}/{self.run.file.stem}"
+
+    progress = name
+
+    @property
+    def minutes(self) -> float:
+        """How long it takes, roughly."""
+        method = METHODS[self.run.method]
+        return WORKLOADS[self.run.workload].minutes * method.epochs * method.passes
+
+    def log(self, output: Path) -> Path:
+        """Return the file for what its process prints."""
+        return output / "logs" / f"{self.run.workload}-{self.run.file.stem}.log"
+
+    def train(self, device: str, options: Any) -> None:
+        """Train the run and write its file."""
+        torch.set_num_threads(1)
+        environment = describe_environment(torch.device(device))
+        result = train(self.run.workload, self.run.method, self.run.rho, self.run.seed, self.data)
+        about = {"workload": self.run.workload, "method": self.run.method, "seed": self.run.seed}
+        content = {
+            **about,
+            **result,
+            "searched": self.run.rho is not None,
+            "source": source(),
+            "environment": environment,
+        }
+        path = options.output / self.run.file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, json.dumps({**content, "ended": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"}, indent=1) + "\n")
+
+
+def source() -> str:
+    """Return a hash of the files that define the benchmark."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.stem != "report")).hexdigest()[:16]
+
+
+def final_runs(searched: dict[tuple[str, str], float]) -> list[Run]:
+    """Return the runs of the table, seed by seed: each method in its one setting, then with the searched radius."""
+    return [
+        Run(workload, method, rho, seed)
+        for seed in SEEDS
+        for workload in WORKLOADS
+        for method in METHODS
+        for rho in dict.fromkeys((None, searched.get((workload, method))))
+    ]
+
+
+def search_runs() -> list[Run]:
+    """Return the runs that choose a radius."""
+    return [
+        Run(workload, method, rho, seed)
+        for seed in SEARCH_SEEDS
+        for workload in WORKLOADS
+        for method, way in METHODS.items()
+        if way.searches
+        for rho in RHOS
+    ]
+
+
+def missing(runs: list[Run], places: list[Path]) -> list[Run]:
+    """Return the runs without a file in any of the places."""
+    return [run for run in runs if not any((place / run.file).is_file() for place in places)]
+
+
+def results(places: list[Path]) -> list[dict[str, Any]]:
+    """Read all runs in some places; a run counts once."""
+    files = {file.relative_to(place): file for place in reversed(places) for file in (place / FOLDER).rglob("*.json")}
+    return [json.loads(file.read_text(encoding="utf-8")) for _, file in sorted(files.items())]
+
+
+def best_radii(found: list[dict[str, Any]]) -> dict[tuple[str, str], float]:
+    """Return the radius with the best mean metric on validation data, for each workload and method."""
+    scores: dict[tuple[str, str], dict[float, list[float]]] = {}
+    for result in found:
+        if result["searched"] and result["seed"] in SEARCH_SEEDS:
+            value = result["validation"]["last"]
+            sign = -1 if WORKLOADS[result["workload"]].lower_is_better else 1
+            of_method = scores.setdefault((result["workload"], result["method"]), {})
+            of_method.setdefault(result["rho"], []).append(float("-inf") if value is None else sign * value)
+    return {
+        key: max(of_method, key=lambda rho: sum(of_method[rho]) / len(of_method[rho]))
+        for key, of_method in scores.items()
+        if all(len(values) == len(SEARCH_SEEDS) for values in of_method.values()) and len(of_method) == len(RHOS)
+    }
