@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from cases import same, task, weights
-from sparsam import SAM, LastSteps, MomentumAscent, SuffixMask, measure_cost
+from sparsam import SAM, FriendlyAscent, LastSteps, MomentumAscent, SuffixMask, measure_cost
 from sparsam.errors import UserError
 from sparsam.sam.without_closure import run_passes
 
@@ -74,6 +74,53 @@ def test_rows_takes_what_a_batch_is_made_of():
 
     opt.step(closure)
     assert seen == [(6, 6, "name"), (6, 6, "name"), (18, 18, "name")]
+
+
+@pytest.mark.parametrize(
+    ("share", "k", "calls"),
+    [(1 / 8, 4, [1, 1, 3]), (0.5, 4, [2, 2, 2]), (0.4, 3, [1, 1, 2]), (0.9, 3, [3, 3]), (0.25, 1, [1, 1, 1])],
+)
+def test_micro_batches_are_the_rows_of_an_accumulated_step(share, k, calls):
+    """They may differ in size: each loss is divided by their number."""
+    t, other = task(dropout=0.3), task(dropout=0.3)
+    options = {"ascent": FriendlyAscent()}
+    opt, twin, seen = build(t, share, **options), build(other, 1.0, **options), []
+    sizes = [9, 5, 4, 6] if k > 1 else [24]
+    batches = list(zip(t.x.split(sizes), t.y.split(sizes), strict=True))[:k]
+
+    def closure(rows):
+        opt.zero_grad()
+        total = 0
+        seen.append(len(rows.micro_batches(batches)))
+        for x, y in rows.micro_batches(batches):
+            loss = F.cross_entropy(t.model(x), y) / k
+            loss.backward()
+            total += loss.item()
+        return total
+
+    def backward(parts):
+        for weight, x, y in parts:
+            (weight * F.cross_entropy(other.model(x), y)).backward()
+
+    n, parts = calls[0], [(1 / k, x, y) for x, y in batches]
+    if k == 1:
+        (x, y), rows = batches[0], 6
+        parts = [(rows / 24, x[:rows], y[:rows]), (1 - rows / 24, x[rows:], y[rows:])]
+    mean = 1 / sum(weight for weight, *_ in parts[:n])
+    torch.manual_seed(3)
+    for _ in range(3):
+        opt.step(closure)
+    torch.manual_seed(3)
+    for _ in range(3):
+        twin.zero_grad()
+        backward([(mean * weight, x, y) for weight, x, y in parts[:n]])
+        with twin.perturbed():
+            twin.zero_grad()
+            backward(parts[:n])
+        backward(parts[n:])
+        twin.step()
+    assert seen == calls * 3
+    torch.testing.assert_close(weights(t.model), weights(other.model), rtol=1e-12, atol=1e-12)
 
 
 def test_the_last_batch_may_be_smaller():

@@ -5,13 +5,16 @@ With :math:`g_s` the mean gradient of the first n of N rows and :math:`g_r` that
 .. math::  \epsilon = \rho\,\frac{g_s(w)}{\lVert g_s(w)\rVert_2}\odot m, \qquad
            w \leftarrow B\Big(w,\ \frac{n}{N}\,g_s(w + \epsilon) + \Big(1 - \frac{n}{N}\Big)\,g_r(w)\Big)
 
-It costs 1 + n/N passes in place of 2. n is round(share * N), and at least 1.
+It costs 1 + n/N passes in place of 2. n is round(share * N), and at least 1. With gradient accumulation the rows are
+whole micro-batches: of k of them, n is round(share * k), and at least 1.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections import UserDict
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -20,6 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from sparsam.checks import check_number
+from sparsam.distributed.shards import local_parts
 from sparsam.errors import UserRuntimeError, UserTypeError, UserValueError
 
 T = TypeVar("T")
@@ -48,11 +52,16 @@ class Rows:
     def __init__(self, start: float, end: float) -> None:
         self.start, self.end = start, end
         self.total: int | None = None  # the rows of the batch, once they are known
+        self.accumulates = False  # whether they are micro-batches, whose losses are divided by their number already
 
     def __call__(self, batch: T) -> T:
         """Return these rows of a tensor, or of each tensor in a list, tuple or dict."""
         if self.start == 0 and self.end == 1:
             return batch
+        if isinstance(batch, UserDict):  # as tokenizers of transformers return
+            part = copy(batch)
+            part.update(self(dict(batch)))
+            return part
         for t in tree_leaves(batch):
             if isinstance(t, Tensor):
                 self._note(t)
@@ -63,6 +72,23 @@ class Rows:
         begin, stop = _row(self.start, self.total), _row(self.end, self.total)
         return tree_map(lambda leaf: leaf[begin:stop] if isinstance(leaf, Tensor) else leaf, batch)  # type: ignore[no-any-return]
 
+    def micro_batches(self, batches: Sequence[T]) -> list[T]:
+        """Return which micro-batches of a step a call is for; of a single one return these rows.
+
+        As always with gradient accumulation, divide each loss by the number of all of them.
+        """
+        if len(batches) == 1:
+            return [self(batches[0])]
+        indices: list[int] = self(torch.arange(len(batches), device="cpu")).tolist()
+        self.accumulates = len(indices) < len(batches)
+        return [batches[i] for i in indices]
+
+    @property
+    def count(self) -> int:
+        """How many rows these are, of a batch that is known."""
+        assert self.total is not None  # on_rows() has checked it
+        return _row(self.end, self.total) - _row(self.start, self.total)
+
     def _note(self, t: Tensor) -> None:
         if t.dim() == 0:
             raise UserValueError("rows takes tensors with a row for each sample, but was given one without dimensions")
@@ -70,7 +96,8 @@ class Rows:
             self.total = len(t)
         elif self.total != len(t):
             raise UserValueError(
-                f"rows takes tensors of one batch, but was given tensors of {self.total} and of {len(t)} rows"
+                f"rows takes tensors of one batch, but was given tensors of {self.total} and of {len(t)} rows; with "
+                f"gradient accumulation a share is whole micro-batches, whatever they hold"
             )
 
 
@@ -82,10 +109,14 @@ def split(share: float) -> tuple[Rows, Rows]:
     return Rows(0, share), Rows(share, 1)
 
 
-def fraction(share: Rows) -> float:
-    """Return which part of the batch the share is: n / N."""
-    assert share.total is not None  # on_rows() has checked it
-    return _row(share.end, share.total) / share.total
+def fraction(rows: Rows) -> float:
+    """Return which part of the batch these rows are; of the share it is n / N."""
+    return rows.count / (rows.total or 1)
+
+
+def weights(share: Rows) -> tuple[float, float]:
+    """Return by what the gradients and losses of the share and of the rest are multiplied."""
+    return (1, 1) if share.accumulates else (fraction(share), 1 - fraction(share))
 
 
 def on_rows(closure: Callable[[Rows], T], rows: Rows, like: Rows | None = None) -> Callable[[], T]:
@@ -117,27 +148,30 @@ def on_rows(closure: Callable[[Rows], T], rows: Rows, like: Rows | None = None) 
 @torch.no_grad()
 def scale(params: Sequence[Tensor], factor: float) -> None:
     """Multiply the gradients."""
-    if grads := [p.grad for p in params if p.grad is not None]:
-        torch._foreach_mul_(grads, factor)
+    grads = [p.grad for p in params if p.grad is not None]
+    if grads and factor != 1:
+        torch._foreach_mul_(local_parts(grads), factor)
 
 
 @torch.no_grad()
-def mix(params: Sequence[Tensor], of_share: Sequence[Tensor | None], weight: float) -> None:
-    """Let each gradient be weight * (that of the share) + (1 - weight) * (the one in `.grad`); None counts as 0."""
+def mix(params: Sequence[Tensor], of_share: Sequence[Tensor | None], by_share: float, by_rest: float) -> None:
+    """Let each gradient be by_share * (that of the share) + by_rest * (the one in `.grad`); None counts as 0."""
     both = [(p.grad, g) for p, g in zip(params, of_share, strict=True) if p.grad is not None and g is not None]
     only_share = [(p, g) for p, g in zip(params, of_share, strict=True) if p.grad is None and g is not None]
-    scale(params, 1 - weight)
+    scale(params, by_rest)
     if both:
         rest, share = map(list, zip(*both, strict=True))
-        torch._foreach_add_(rest, share, alpha=weight)
+        torch._foreach_add_(local_parts(rest), local_parts(share), alpha=by_share)
     for p, g in only_share:
-        p.grad = g * weight
+        p.grad = g * by_share
 
 
-def mean_loss(of_share: Any, of_rest: Any, weight: float) -> Any:
-    """Return the loss at w of the whole batch."""
+def mean_loss(of_share: Any, of_rest: Any, by_share: float, by_rest: float) -> Any:
+    """Return the loss at w of the whole batch; None if a closure returned none."""
+    if of_share is None or of_rest is None:
+        return None
     losses = [loss.detach() if isinstance(loss, Tensor) else loss for loss in (of_share, of_rest)]
-    return weight * losses[0] + (1 - weight) * losses[1]
+    return by_share * losses[0] + by_rest * losses[1]
 
 
 def check_share_of_batch(share: object) -> None:
@@ -152,7 +186,7 @@ def check_takes_rows(closure: Any) -> None:
     except TypeError as error:
         raise UserTypeError(
             f"with share= the closure must take one argument, the rows that a call is for, but cannot be called with "
-            f"one ({error}):{EXAMPLE}"
+            f"one ({error}):{EXAMPLE}\n(In Lightning, derive from sparsam.integrations.lightning.SAMModule.)"
         ) from error
     except ValueError:
         return  # it does not say what it takes

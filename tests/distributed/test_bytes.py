@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch is built without torch.distributed"),
 ]
 CASES = [
-    *(("dense", kind) for kind in ("global", "local")),
+    *(("dense", kind) for kind in ("global", "local", "global share", "local share")),
     *(("random-fixed", kind) for kind in ("global", "local")),
     *(("friendly", kind) for kind in ("global", "local")),
     *(("suffix", kind) for kind in ("global", "local")),
@@ -44,14 +44,15 @@ def count(rank: int, size: int) -> dict:
         if policy == "plain":
             opt = torch.optim.SGD(model.parameters(), lr=0.1)
         else:
-            opt = build(policy, model, perturbation=kind)
+            perturbation, *of_batch = kind.split()
+            opt = build(policy, model, perturbation=perturbation, share=0.5 if of_batch else 1.0)
         sent.clear()
         for step in range(STEPS):
             sent.append(0)
 
-            def closure(step=step, model=model, opt=opt):
+            def closure(rows=lambda batch: batch, step=step, model=model, opt=opt):
                 opt.zero_grad()
-                loss = loss_of(model, *share(step, rank, size))
+                loss = loss_of(model, *rows(share(step, rank, size)))
                 loss.backward()
                 return loss
 
@@ -76,7 +77,8 @@ def test_bytes_of_a_step(sent):
         assert rank["plain", ""] == [whole] * STEPS
         extra = {case: [n - whole for n in steps] for case, steps in rank.items()}
         later = [0] * (STEPS - 1)
-        assert extra["dense", "local"] == [0] * STEPS
+        assert extra["dense", "local"] == extra["dense", "local share"] == [0] * STEPS
+        assert extra["dense", "global share"] == [whole] * STEPS
         assert extra["friendly", "local"] == [0] * STEPS
         assert extra["momentum", "global"] == [0] * STEPS
         assert extra["random-fixed", "local"] == [mask + check, *later]

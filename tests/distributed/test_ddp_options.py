@@ -28,6 +28,7 @@ OPTIONS = {
     "small buckets": {"bucket_cap_mb": 1e-4},
 }
 SOME = ("dense", "dynamic", "suffix", "friendly-suffix", "momentum", "adamw-suffix")
+SHARED = ("dense", "friendly", "dynamic")  # policies that are also trained with a share of the batch
 
 
 def train_options(rank: int, size: int) -> dict:
@@ -47,6 +48,15 @@ def train_options(rank: int, size: int) -> dict:
                     results[name, policy, kind] = train(
                         build(policy, model, perturbation=kind), model, rank, size
                     ).weights
+        for policy in SHARED:
+            for kind in ("global", "local"):
+                model = DistributedDataParallel(network(), **options)
+                if options.get("static_graph"):
+                    with pytest.raises(UserValueError, match=r"static_graph=True.*build it with static_graph=False"):
+                        build(policy, model, perturbation=kind, share=0.5)
+                    continue
+                opt = build(policy, model, perturbation=kind, share=0.5)
+                results[name, policy, f"{kind} share"] = train(opt, model, rank, size).weights
     return results
 
 
@@ -64,6 +74,18 @@ def test_options_leave_the_weights_as_they_are(optional, name, policy):
         assert_same_weights(rank[name, policy, "global"], expected, 1e-10)
         if name != "static graph":
             assert_same_weights(rank[name, policy, "local"], rank["small buckets", policy, "local"], 1e-12)
+
+
+@pytest.mark.parametrize("policy", SHARED)
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "static graph"])
+def test_options_leave_the_weights_of_a_share_as_they_are(optional, name, policy):
+    model = network()
+    expected = train(build(policy, model, share=0.5), model).weights
+    for rank in optional:
+        assert_same_weights(rank[name, policy, "global share"], expected, 1e-10)
+        local = rank["small buckets", policy, "local share"]
+        assert_same_weights(rank[name, policy, "local share"], local, 1e-12)
+        assert not same(local[-1], expected[-1])
 
 
 def average_mixed(rank: int) -> tuple[list[torch.Tensor], int]:
@@ -139,12 +161,14 @@ def branches() -> tuple[Branches, torch.Tensor, torch.Tensor]:
     return model, x, y
 
 
-def train_branches(model: nn.Module, x: torch.Tensor, y: torch.Tensor, ascent) -> list[torch.Tensor]:
-    opt = SAM(model.parameters(), rho=0.3, mask=SuffixMask(model, "cut"), ascent=ascent, lr=0.1)
+def train_branches(model: nn.Module, x: torch.Tensor, y: torch.Tensor, way: str) -> list[torch.Tensor]:
+    ascent, cut = ASCENTS[way.removesuffix(" share")](), SuffixMask(model, "cut")
+    options = {"share": 0.5} if way.endswith("share") else {"mask": cut}
+    opt = SAM(model.parameters(), rho=0.3, ascent=ascent, model=model, lr=0.1, weight_decay=0.1, **options)
 
-    def closure():
+    def closure(rows=lambda batch: batch):
         opt.zero_grad()
-        loss = loss_of(model, x, y)
+        loss = loss_of(model, rows(x), rows(y))
         loss.backward()
         return loss
 
@@ -153,22 +177,28 @@ def train_branches(model: nn.Module, x: torch.Tensor, y: torch.Tensor, ascent) -
     return [p.detach() for p in model.parameters()]
 
 
+WAYS = ("gradient", "friendly", "gradient share", "friendly share")
+
+
 def train_unused(rank: int) -> dict:
     results = {}
-    for name in ("gradient", "friendly"):
+    for way in WAYS:
         model, x, y = branches()
         replica = DistributedDataParallel(model, find_unused_parameters=True)
-        results[name] = train_branches(replica, x[rank::2], y[rank::2], ASCENTS[name]())
+        results[way] = train_branches(replica, x[rank::2], y[rank::2], way)
     return results
 
 
 def test_parameters_that_one_rank_does_not_use():
-    """Rank 0 uses `left` alone and rank 1 `right`; the mean is that of one process, which uses both."""
+    """Rank 0 uses `left` alone and rank 1 `right`; the mean is that of one process, which uses both.
+
+    No rank uses `never`, so that even its weight decay stays away.
+    """
     ranks = in_ranks(train_unused)
-    for name in ("gradient", "friendly"):
-        expected = train_branches(*branches(), ASCENTS[name]())
+    for way in WAYS:
+        expected = train_branches(*branches(), way)
         for rank in ranks:
-            assert_same_weights([rank[name]], [expected], 1e-10)
+            assert_same_weights([rank[way]], [expected], 1e-10)
 
 
 # ------------------------------------------------------------------------------------------------- uneven inputs
@@ -192,25 +222,39 @@ def train_unevenly(rank: int) -> dict:
 
                     opt.step(closure)
             results[policy, kind] = [p.detach().clone() for p in model.parameters()]
-    for policy, reason in {"dynamic": "a mask with an interval", "suffix": "a cut"}.items():
+    refused = {
+        "dynamic": ("a mask with an interval", {}),
+        "suffix": ("a cut", {}),
+        "dense": ("a share of the batch", {"share": 0.5}),
+    }
+    for policy, (reason, options) in refused.items():
         model = DistributedDataParallel(network())
-        opt = build(policy, model)
+        opt = build(policy, model, **options)
         before = [p.detach().clone() for p in model.parameters()]
+        calls = []
+
+        def closure(rows=lambda batch: batch, opt=opt, model=model, calls=calls):
+            calls.append(rows)
+            opt.zero_grad()
+            loss_of(model, *rows(share(0, rank, 2))).backward()
+
         try:
             with model.join():
-                opt.step(lambda opt=opt, model=model: (opt.zero_grad(), loss_of(model, *share(0, rank, 2)).backward()))
+                opt.step(closure)
         except UserRuntimeError as error:
             assert str(error).startswith(
                 f"{reason} needs every rank, but in `with model.join():` some may have no more"
             )
-            results[policy] = same(before, [p.detach() for p in model.parameters()])
+            unchanged = same(before, [p.detach() for p in model.parameters()])
+            results[reason] = unchanged and (not options or not calls)
     return results
 
 
 def test_uneven_inputs():
     one, other = in_ranks(train_unevenly)
+    assert "a share of the batch" in one
     for key in one:
-        if key in ("dynamic", "suffix"):
+        if isinstance(key, str):
             assert one[key] and other[key]  # refused, and nothing changed
         else:
             assert same(one[key], other[key]), key

@@ -19,6 +19,7 @@ from sparsam.masks import SparseMask
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch is built without torch.distributed")
 QUICK = ["dense", "topk-tied", "fisher", "random-friendly"]
+SHARED = ["dense", "random-friendly", "dynamic-adamw", "last-steps"]  # policies with a share of the batch
 FOUR = [*QUICK, "random", "dynamic", "suffix", "adaptive", "last-steps", "dynamic-adamw"]  # policies for four processes
 
 
@@ -36,13 +37,13 @@ def my_batch(rank: int):
     return x[rank::world], y[rank::world]
 
 
-def run(rank: int, policies: list[str]) -> dict:
+def run(rank: int, policies: list[str], **options) -> dict:
     results = {}
     for policy in policies:
         model = shard(network())
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            opt = train(model, policy, *my_batch(rank))
+            opt = train(model, policy, *my_batch(rank), **options)
         masks = opt.masks()
         results[policy] = {
             "weights": whole(model.parameters()),
@@ -92,6 +93,24 @@ def test_a_sharded_run_is_that_of_one_process(ranks, world, policy):
         assert 0 < sum(m.sum() for m in opt.masks()) < sum(m.numel() for m in opt.masks())
 
 
+@pytest.fixture(scope="module")
+def shared(inside):
+    """Results with a share of the batch by the number of processes."""
+    return lambda world: inside if world == 2 else in_ranks(look_at_shares, world_size=4)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_sharded_run_with_a_share_is_that_of_one_process(shared, world):
+    """Each process has every second or fourth row, so the first rows of all are the first of the batch."""
+    results = shared(world)
+    for policy in SHARED:
+        model = network()
+        opt = train(model, policy, *batch(), share=0.5)
+        for result in results:
+            assert apart(result["shares"][policy]["weights"], model.parameters()) < 1e-10
+            assert same(result["shares"][policy]["masks"], opt.masks())
+
+
 @pytest.mark.slow
 def test_a_cut_falls_back_to_two_whole_passes_with_one_warning(ranks):
     for result in ranks(2, "suffix"):
@@ -120,10 +139,17 @@ def look_inside(rank: int) -> dict:
         "scaled": scaled(x, y),
         "one bad number": one_bad_number(x, y, rank),
         "resumed": resume(x, y),
+        "resumed share": resume(x, y, share=0.5),
+        **look_at_shares(rank),
+        "different sizes": different_sizes(rank),
         "fisher": fisher(),
         "refused": refusals(x, y),
         "fsdp1": fsdp1(),
     }
+
+
+def look_at_shares(rank: int) -> dict:
+    return {"shares": run(rank, SHARED, share=0.5)}
 
 
 def perturbation(x, y) -> tuple[float, list, list]:
@@ -197,12 +223,16 @@ def traffic(x, y) -> dict[str, list]:
                 opt.step(closure(opt, model, x, y))
             results[f"{policy}, a new mask"] = sharp.sent
     model = shard(network())
+    opt = optimizer(model, "dense", share=0.5)
+    opt.step(closure(opt, model, x, y))
+    with Traffic() as of_share:
+        opt.step(closure(opt, model, x, y))
+    model = shard(network())
     base = torch.optim.SGD(model.parameters(), lr=0.1)
     with Traffic() as plain:
-        for _ in range(2):
-            closure(base, model, x, y)()
+        closure(base, model, x, y)()
         base.step()
-    return {**results, "two plain passes": plain.sent}
+    return {**results, "share": of_share.sent, "two plain passes": 2 * plain.sent, "three plain passes": 3 * plain.sent}
 
 
 def low_precision(x, y) -> dict[str, float]:
@@ -266,13 +296,13 @@ def one_bad_number(x, y, rank: int) -> list[bool]:
     return [same(masks, whole(opt.masks())), same(weights, local_weights(model))]
 
 
-def resume(x, y) -> tuple[bool, bool]:
+def resume(x, y, **options) -> tuple[bool, bool]:
     """Save in the middle, load into a new optimizer; compare with the run that went on."""
     one = shard(network())
-    opt = train(one, "dynamic-adamw", x, y, steps=3)
+    opt = train(one, "dynamic-adamw", x, y, steps=3, **options)
     other = shard(network())
     other.load_state_dict(one.state_dict())
-    again = optimizer(other, "dynamic-adamw")
+    again = optimizer(other, "dynamic-adamw", **options)
     saved = io.BytesIO()
     torch.save(opt.state_dict(), saved)
     saved.seek(0)
@@ -281,6 +311,35 @@ def resume(x, y) -> tuple[bool, bool]:
         for _ in range(3):
             optim.step(closure(optim, model, x, y))
     return same(local_weights(one), local_weights(other)), same(whole(opt.masks()), whole(again.masks()))
+
+
+def mean_of_shares(opt: SAM, model, parts, first: int) -> None:
+    """Take a step without a closure: the mean over parts of the batch, of each of which the first rows are a share."""
+
+    def backward(rows: slice, weight) -> None:
+        losses = [F.cross_entropy(model(x[rows]), y[rows]) * weight(len(x)) for x, y in parts]
+        (sum(losses) / len(parts)).backward()
+
+    opt.zero_grad()
+    backward(slice(0, first), lambda total: 1)
+    with opt.perturbed():
+        opt.zero_grad()
+        backward(slice(0, first), lambda total: first / total)
+    backward(slice(first, None), lambda total: 1 - first / total)
+    opt.step()
+
+
+def unequal_parts() -> list:
+    x, y = batch()
+    return [(x[:5], y[:5]), (x[5:], y[5:])]
+
+
+def different_sizes(rank: int) -> list[torch.Tensor]:
+    model = shard(network())
+    opt = optimizer(model, "dense")
+    for _ in range(3):
+        mean_of_shares(opt, model, [unequal_parts()[rank]], first=2)
+    return whole(model.parameters())
 
 
 def fisher() -> list:
@@ -327,14 +386,14 @@ def refusals(x, y) -> dict[str, str]:
         shard(late)
         own.step(closure(own, late, x, y))
 
-    def beside():
+    def beside(**options):
         """A weight of the loss, which no model holds."""
         inside, scale = shard(network()), torch.nn.Parameter(torch.ones((), dtype=torch.float64))
-        own = SAM([*inside.parameters(), scale], torch.optim.SGD, model=inside, lr=0.1, foreach=False)
+        own = SAM([scale, *inside.parameters()], torch.optim.SGD, model=inside, lr=0.1, foreach=False, **options)
 
-        def scaled():
+        def scaled(rows=lambda batch: batch):
             own.zero_grad()
-            loss = F.cross_entropy(inside(x) * scale, y)
+            loss = F.cross_entropy(inside(rows(x)) * scale, rows(y))
             loss.backward()
             return loss
 
@@ -349,6 +408,7 @@ def refusals(x, y) -> dict[str, str]:
         "chunk": message(lambda: diagonal_fisher(model, F.cross_entropy, x, y, chunk_size=2)),
         "too late": message(too_late),
         "beside": message(beside),
+        "beside, with a share": message(lambda: beside(share=0.5)),
         "samples": message(lambda: diagonal_fisher(model, F.cross_entropy, x + dist.get_rank(), y)),
         "split": message(lambda: split.step(closure(split, by_inputs, x, y))),
         "nan": message(lambda: nan.step(closure(nan, model, x, y))),
@@ -398,6 +458,9 @@ def test_a_step_sends_8_bytes_more_than_two_plain_passes(inside):
             more = sorted(result["traffic"][policy])
             more.remove(("allreduce_", 8))
             assert more == plain
+        of_share = sorted(result["traffic"]["share"])
+        of_share.remove(("allreduce_", 8))
+        assert of_share == sorted(result["traffic"]["three plain passes"])
 
 
 @pytest.mark.parametrize(("policy", "rounds"), [("topk", 8), ("topk-tied", 16)])
@@ -429,6 +492,17 @@ def test_a_gradient_that_is_not_finite_in_one_process_moves_nothing_in_any(insid
 
 def test_a_sharded_run_resumes_bit_for_bit(inside):
     assert [result["resumed"] for result in inside] == [(True, True)] * 2
+    assert [result["resumed share"] for result in inside] == [(True, True)] * 2
+
+
+def test_without_a_closure_processes_may_have_shares_of_batches_of_different_sizes(inside):
+    """The mean is that of the processes' mean losses, as always in FSDP."""
+    model = network()
+    opt = optimizer(model, "dense")
+    for _ in range(3):
+        mean_of_shares(opt, model, unequal_parts(), first=2)
+    for result in inside:
+        assert apart(result["different sizes"], model.parameters()) < 1e-10
 
 
 def test_the_diagonal_fisher_is_that_of_one_process(inside):
@@ -463,7 +537,7 @@ def test_what_cannot_be_is_refused_on_every_rank(inside, what):
 
 def test_parameters_beside_the_model_are_not_refused(inside):
     for result in inside:
-        assert result["refused"]["beside"] == ""
+        assert result["refused"]["beside"] == result["refused"]["beside, with a share"] == ""
 
 
 def test_fsdp1_is_refused(inside):

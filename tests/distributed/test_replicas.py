@@ -157,29 +157,13 @@ def test_local_perturbs_each_replica_by_its_own_gradient(trained, policy, size):
             assert_same_weights([result.weights[step]], expected, 1e-10)
 
 
-def joined(step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a batch whose first rows are the shares of all ranks."""
-    parts = [share(step, rank, size) for rank in range(size)]
-    halves = [slice(0, len(parts[0][0]) // 2), slice(len(parts[0][0]) // 2, None)]
-    return tuple(torch.cat([part[i][half] for half in halves for part in parts]) for i in range(2))
-
-
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("policy", ["dense", "friendly", "dynamic"])
 def test_a_global_share_is_one_process_whose_share_is_all_shares(trained, policy, size):
     model = network()
-    opt = build(policy, model, share=SHARE)
-    for step in range(STEPS):
-
-        def closure(rows, step=step):
-            opt.zero_grad()
-            loss = loss_of(model, *rows(joined(step, size)))
-            loss.backward()
-            return loss
-
-        opt.step(closure)
-        for rank in trained(size):
-            assert_same_weights([rank[policy, "global share"].weights[step]], [list(model.parameters())], 1e-10)
+    expected = train(build(policy, model, share=SHARE), model)
+    for rank in trained(size):
+        assert_same_weights(rank[policy, "global share"].weights, expected.weights, 1e-10)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -201,6 +185,51 @@ def test_a_local_share_is_perturbed_by_its_own_gradient(trained, policy, size):
         for rank in trained(size):
             weights = rank[policy, "local share"].weights[step]
             assert_same_weights([weights], [list(replicas[0].model.parameters())], 1e-10)
+
+
+def unequal(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return five samples of a batch for rank 0 and three for rank 1."""
+    x, y = batch(step)
+    own = slice(0, 5) if rank == 0 else slice(5, None)
+    return x[own], y[own]
+
+
+def train_unequal(rank: int) -> list[list[torch.Tensor]]:
+    model, weights = DistributedDataParallel(network()), []
+    opt = build("dense", model, share=SHARE)
+    for step in range(STEPS):
+
+        def closure(rows, step=step):
+            opt.zero_grad()
+            loss = loss_of(model, *rows(unequal(step, rank)))
+            loss.backward()
+            return loss
+
+        opt.step(closure)
+        weights.append([p.detach().clone() for p in model.parameters()])
+    return weights
+
+
+def test_ranks_may_have_shares_of_batches_of_different_sizes():
+    """The mean over ranks is that of their mean losses, as always in DDP: 2 of 5 and 2 of 3 samples are perturbed."""
+    model, expected = network(), []
+    opt = build("dense", model)
+    for step in range(STEPS):
+
+        def backward(rows, weights, step=step):
+            parts = (unequal(step, rank) for rank in range(2))
+            sum(w * loss_of(model, x[rows], y[rows]) / 2 for w, (x, y) in zip(weights, parts, strict=True)).backward()
+
+        opt.zero_grad()
+        backward(slice(0, 2), (1, 1))
+        with opt.perturbed():
+            opt.zero_grad()
+            backward(slice(0, 2), (2 / 5, 2 / 3))
+        backward(slice(2, None), (3 / 5, 1 / 3))
+        opt.step()
+        expected.append([p.detach().clone() for p in model.parameters()])
+    for weights in in_ranks(train_unequal):
+        assert_same_weights(weights, expected, 1e-10)
 
 
 def test_the_two_kinds_differ(trained):

@@ -31,6 +31,7 @@ CHOSEN = [
     "momentum",
     "adamw",
 ]
+CASES = [(policy, 1.0) for policy in CHOSEN] + [(policy, 0.5) for policy in ("dense", "dynamic", "friendly")]
 LAYOUTS = ["tensor parallel", "sequence parallel", "FSDP + tensor parallel", "FSDP beside tensor parallel", "HSDP"]
 
 
@@ -69,12 +70,12 @@ def sharded_model(layout: str):
 def run(rank: int, layout: str) -> dict:
     results = {"nm": n_of_m(layout), "partial": False}
     x, y = batch()
-    for policy in CHOSEN:
+    for policy, share in CASES:
         model, (of, place) = sharded_model(layout)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "the second pass is computed in full", UserWarning)
-            opt = train(model, policy, x[place::of], y[place::of])
-        results[policy] = whole(model.parameters()), whole(opt.masks())
+            opt = train(model, policy, x[place::of], y[place::of], share=share)
+        results[policy, share] = whole(model.parameters()), whole(opt.masks())
         grads = [p.grad for p in model.parameters() if hasattr(p.grad, "placements")]
         results["partial"] |= any(place.is_partial() for grad in grads for place in grad.placements)
     return results
@@ -99,12 +100,12 @@ def ranks(request):
     return request.param, in_ranks(run, request.param, world_size=4)
 
 
-@pytest.mark.parametrize("policy", CHOSEN)
-def test_a_run_on_a_mesh_is_that_of_one_process(ranks, policy):
+@pytest.mark.parametrize(("policy", "share"), CASES)
+def test_a_run_on_a_mesh_is_that_of_one_process(ranks, policy, share):
     model = network()
-    opt = train(model, policy, *batch())
+    opt = train(model, policy, *batch(), share=share)
     for result in ranks[1]:
-        weights, masks = result[policy]
+        weights, masks = result[policy, share]
         assert apart(weights, model.parameters()) < 1e-10
         assert same(masks, opt.masks())
 

@@ -10,15 +10,16 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from plain_loops import BASE, as_launched, scale_on_cpu, smooth_network, train, train_scaled
+from plain_loops import BASE, as_launched, scale_on_cpu, smooth_network, train, train_on_share, train_scaled
 from ranks import in_ranks
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from cases import Policy, optimizer, same, task, weights
 from sparsam import SAM, RandomMask
 from sparsam.integrations.passes import run_passes
+from sparsam.share import WHOLE
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
 
@@ -36,6 +37,7 @@ POLICIES = [
     Policy(schedule="last-steps-momentum"),
     Policy("random", schedule="every-nth"),
 ]
+SHARED = [policy for policy in POLICIES if policy.mask != "suffix" and policy.ascent != "momentum"]
 
 
 @pytest.fixture(autouse=True)
@@ -60,14 +62,15 @@ def fit(t, opt, *, way, k=1, batch=4, clip=None, scaled=False, mixed_precision=N
     assert not hasattr(prepared, "perturbed")
     kept = []
 
-    def backward():
-        for i, (x, y) in enumerate(kept):
-            with accelerator.no_sync(model) if i < len(kept) - 1 else nullcontext():
+    def backward(rows=WHOLE):
+        batches = rows.micro_batches(kept)
+        for i, (x, y) in enumerate(batches):
+            with accelerator.no_sync(model) if i < len(batches) - 1 else nullcontext():
                 accelerator.backward(F.cross_entropy(model(x), y))
 
-    def closure():
+    def closure(rows=WHOLE):
         prepared.zero_grad()
-        backward()
+        backward(rows)
         if clip:
             accelerator.clip_grad_norm_(model.parameters(), clip)
 
@@ -116,6 +119,22 @@ def test_equals_a_plain_loop(policy, k, way):
         assert same(weights(t.model), weights(other.model))
 
 
+@pytest.mark.parametrize("policy", SHARED, ids=str)
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("way", ["closure", "run_passes"])
+def test_a_share_equals_one_by_hand(policy, k, way):
+    """Rows, or one micro-batch of three; the last step of an epoch has two rows."""
+    t, other = task(dropout=0.25, samples=26), task(dropout=0.25, samples=26)
+    opt, twin = optimizer(t, **policy._replace(share=0.4)._asdict()), optimizer(other, **policy._asdict())
+    limit = 0.5 if way == "run_passes" else None
+    torch.manual_seed(0)
+    fit(t, opt, way=way, k=k, clip=limit)
+    torch.manual_seed(0)
+    clip = limit and (lambda params: nn.utils.clip_grad_norm_(params, limit))
+    train_on_share(other.model, twin, other.dataset, 0.4, k=k, clip=clip)
+    torch.testing.assert_close(weights(t.model), weights(other.model), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("way", ["closure", "two steps"])
 def test_bf16(way):
     t, other = task(torch.float32), task(torch.float32)
@@ -135,6 +154,19 @@ def test_fp16_without_a_closure(ascent, way):
     torch.testing.assert_close(weights(t.model), weights(other.model), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_share_in_fp16(k):
+    t, other = task(torch.float32, dropout=0.25), task(torch.float32, dropout=0.25)
+    torch.manual_seed(0)
+    fit(t, optimizer(t, ascent="friendly", share=0.5), way="run_passes", k=k, clip=0.1, scaled=True)
+    torch.manual_seed(0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    clip = lambda params: nn.utils.clip_grad_norm_(params, 0.1)  # noqa: E731
+    twin = optimizer(other, ascent="friendly")
+    train_on_share(other.model, twin, other.dataset, 0.5, k=k, clip=clip, scaler=scaler)
+    torch.testing.assert_close(weights(t.model), weights(other.model), rtol=1e-4, atol=1e-5)
+
+
 def test_fp16_takes_no_closure():
     t = task(torch.float32)
     before = weights(t.model)
@@ -143,19 +175,24 @@ def test_fp16_takes_no_closure():
     assert same(weights(t.model), before)
 
 
-def test_a_state_that_is_saved_and_loaded(tmp_path):
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_a_state_that_is_saved_and_loaded(tmp_path, share):
     whole, half, resumed = (task() for _ in range(3))
-    mask = RandomMask(0.5, interval=2)
-    fit(whole, sam(whole.model, mask=mask), way="closure", k=2)
-    fit(half, sam(half.model, mask=mask), way="closure", k=2, epochs=1).save_state(tmp_path)
+    options = {"mask": RandomMask(0.5, interval=2), "share": share}
+    fit(whole, sam(whole.model, **options), way="closure", k=2)
+    fit(half, sam(half.model, **options), way="closure", k=2, epochs=1).save_state(tmp_path)
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    opt = sam(resumed.model, mask=mask)
+    opt = sam(resumed.model, **options)
     accelerator.prepare(resumed.model, opt)
     accelerator.load_state(tmp_path)
     assert opt.steps == 3
-    train(resumed.model, opt, resumed.dataset, k=2, epochs=1)
-    assert same(weights(resumed.model), weights(whole.model))
+    if share == 1:
+        train(resumed.model, opt, resumed.dataset, k=2, epochs=1)
+        assert same(weights(resumed.model), weights(whole.model))
+    else:
+        train_on_share(resumed.model, opt, resumed.dataset, share, k=2, epochs=1)
+        torch.testing.assert_close(weights(resumed.model), weights(whole.model), rtol=1e-12, atol=1e-12)
 
 
 def test_schedulers_are_prepared_too():
@@ -174,13 +211,19 @@ def test_schedulers_are_prepared_too():
     assert same(weights(t.model), weights(other.model))
 
 
+SHARES = [(way, k, 0.5) for way in ("closure", "run_passes") for k in (1, 3)]
+JOBS = [("closure", 3, 1.0), ("two steps", 3, 1.0), *SHARES]
+"""How to step, how many micro-batches, and which share."""
+
+
 def distributed(rank: int) -> list[list[torch.Tensor]]:
     as_launched(rank)
     results = []
-    for way in ("closure", "two steps"):
+    for way, k, share in JOBS:
         t = task(samples=24)._replace(model=smooth_network())
         # Batches of 2 go to the ranks in turn: together they are batches of 4.
-        assert fit(t, sam(t.model), way=way, k=3, batch=2, clip=0.1).num_processes == 2
+        clip = None if share < 1 and way == "closure" else 0.1
+        assert fit(t, sam(t.model, share=share), way=way, k=k, batch=2, clip=clip).num_processes == 2
         results.append(weights(t.model))
         accelerate.state.GradientState._reset_state()
         accelerate.state.AcceleratorState._reset_state()
@@ -188,10 +231,14 @@ def distributed(rank: int) -> list[list[torch.Tensor]]:
 
 
 def test_ddp_equals_one_process_on_the_joined_batch():
-    first, second = in_ranks(distributed)
-    t = task(samples=24)._replace(model=smooth_network())
     clip = lambda params: nn.utils.clip_grad_norm_(params, 0.1)  # noqa: E731
-    train(t.model, sam(t.model), t.dataset, batch=4, k=3, clip=clip)
-    for a, b in zip(first, second, strict=True):
+    for (way, k, share), a, b in zip(JOBS, *in_ranks(distributed), strict=True):
+        t = task(samples=24)._replace(model=smooth_network())
+        if share == 1:
+            train(t.model, sam(t.model), t.dataset, batch=4, k=k, clip=clip)
+        else:
+            shares_first = Subset(t.dataset, [4 * i + j for i in range(6) for j in (0, 2, 1, 3)])
+            options = {} if way == "closure" else {"clip": clip}
+            train_on_share(t.model, sam(t.model), shares_first, share, batch=4, k=k, **options)
         assert same(a, b)
         torch.testing.assert_close(a, weights(t.model), rtol=1e-12, atol=1e-12)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from plain_loops import BASE, as_launched, scale_on_cpu, smooth_network, train, train_scaled
+from plain_loops import BASE, as_launched, scale_on_cpu, smooth_network, train, train_on_share, train_scaled
 from ranks import in_ranks
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Subset
+from torch.utils.data import DataLoader, Subset
 
 from cases import Policy, optimizer, same, task, weights
 from sparsam import SAM, RandomMask
@@ -33,6 +33,7 @@ POLICIES = [
     Policy(schedule="last-steps-momentum"),
     Policy("random", schedule="every-nth"),
 ]
+SHARED = [policy for policy in POLICIES if policy.mask != "suffix" and policy.ascent != "momentum"]
 
 
 class Model(nn.Module):
@@ -103,6 +104,123 @@ def test_equals_a_plain_loop(policy, k):
         assert same(weights(t.model), weights(other.model))
     logged = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
     assert logged == pytest.approx(losses, rel=1e-6)
+
+
+@pytest.mark.parametrize("policy", SHARED, ids=str)
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_share_equals_one_by_hand(policy, k):
+    """Rows, or one micro-batch of three; the last step of an epoch has two rows."""
+    t, other = task(dropout=0.25, samples=26), task(dropout=0.25, samples=26)
+    opt, twin = optimizer(t, **policy._replace(share=0.4)._asdict()), optimizer(other, **policy._asdict())
+    run = trainer(Model(t.model), t.dataset, k=k, optimizers=(opt, None), max_grad_norm=0.5)
+    run.train()
+    torch.manual_seed(SEED)
+    clip = clipping(0.5)["clip"]
+    losses = train_on_share(other.model, twin, other.dataset, 0.4, k=k, whole_windows=False, clip=clip)
+    torch.testing.assert_close(weights(t.model), weights(other.model), rtol=1e-12, atol=1e-12)
+    logged = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+    assert logged == pytest.approx(losses, rel=1e-6)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_share_in_fp16(k):
+    t, other = task(torch.float32, dropout=0.25), task(torch.float32, dropout=0.25)
+    opt = optimizer(t, ascent="friendly", share=0.5)
+    run = trainer(Model(t.model), t.dataset, k=k, optimizers=(opt, None), max_grad_norm=0.1)
+    scale_on_cpu(run.accelerator)
+    run.train()
+    torch.manual_seed(SEED)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    clip = clipping(0.1)["clip"]
+    train_on_share(other.model, optimizer(other, ascent="friendly"), other.dataset, 0.5, k=k, clip=clip, scaler=scaler)
+    torch.testing.assert_close(weights(t.model), weights(other.model), rtol=1e-4, atol=1e-5)
+
+
+def train_by_labels(model, opt, dataset, share, k):
+    """Each label that counts has the same weight in a step."""
+    for _ in range(2):
+        batches = list(DataLoader(dataset, batch_size=4))
+        for start in range(0, len(batches), k):
+            window = batches[start : start + k]
+            x, y = (torch.cat(tensors) for tensors in zip(*window, strict=True))
+            n = max(1, round(share * len(window))) * len(window[0][0]) if k > 1 else max(1, round(share * len(x)))
+            labels = y.ne(-100).sum()
+            opt.zero_grad()
+            F.cross_entropy(model(x[:n]), y[:n], reduction="sum").backward()
+            with opt.perturbed():
+                opt.zero_grad()
+                (F.cross_entropy(model(x[:n]), y[:n], reduction="sum") / labels).backward()
+            (F.cross_entropy(model(x[n:]), y[n:], reduction="sum") / labels).backward()
+            opt.step()
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_share_with_losses_per_token(k):
+    t = task(samples=24)._replace(model=smooth_network())
+    t.y[[0, 1, 3, 9, 14]] = -100  # among them are all of a share
+    other = t._replace(model=smooth_network())
+
+    def loss(outputs, labels, num_items_in_batch):
+        return F.cross_entropy(outputs["logits"], labels, reduction="sum") / num_items_in_batch
+
+    opt = sam(t.model, share=0.5)
+    trainer(Model(t.model), t.dataset, k=k, optimizers=(opt, None), compute_loss_func=loss).train()
+    train_by_labels(other.model, sam(other.model), other.dataset, 0.5, k)
+    torch.testing.assert_close(weights(t.model), weights(other.model), rtol=1e-6, atol=1e-6)
+
+
+def test_a_share_with_a_loss_that_ignores_the_number_of_labels():
+    def loss(outputs, labels, num_items_in_batch):
+        return F.cross_entropy(outputs["logits"], labels)
+
+    t, other = task(samples=26), task(samples=26)
+    opt = sam(t.model, share=0.4)
+    trainer(Model(t.model), t.dataset, optimizers=(opt, None), compute_loss_func=loss).train()
+    train_on_share(other.model, sam(other.model), other.dataset, 0.4)
+    torch.testing.assert_close(weights(t.model), weights(other.model), rtol=1e-12, atol=1e-12)
+
+
+def test_a_share_of_what_a_tokenizer_returns():
+    """Its rows are taken of a BatchEncoding, which is no dict; other things in it stay."""
+    t, other = task(), task()
+    seen = []
+
+    class Loads(SAMTrainer):
+        def get_batch_samples(self, *arguments, **options):
+            samples, items = super().get_batch_samples(*arguments, **options)
+            return [transformers.BatchEncoding(sample) for sample in samples], items
+
+        def compute_loss(self, model, inputs, **options):
+            seen.append((type(inputs), len(inputs["x"])))
+            return super().compute_loss(model, inputs, **options)
+
+    trainer(Model(t.model), t.dataset, optimizers=(sam(t.model, share=0.25), None), cls=Loads).train()
+    train_on_share(other.model, sam(other.model), other.dataset, 0.25)
+    torch.testing.assert_close(weights(t.model), weights(other.model), rtol=1e-12, atol=1e-12)
+    assert seen == [(transformers.BatchEncoding, n) for n in (1, 1, 3)] * 12
+
+
+def test_a_share_of_inputs_without_common_rows_is_refused():
+    class Extra(Model):
+        def forward(self, x, labels=None, places=None):
+            return super().forward(x, labels)
+
+    t = task()
+
+    class Loads(SAMTrainer):
+        def get_batch_samples(self, *arguments, **options):
+            samples, items = super().get_batch_samples(*arguments, **options)
+            return [{**sample, "places": torch.arange(3)} for sample in samples], items
+
+    def train(k):
+        run = trainer(Extra(t.model), t.dataset, k=k, sam={"share": 0.5}, cls=Loads)
+        run.train()
+
+    with pytest.raises(
+        ValueError, match=r"tensors of one batch, but .* of 4 and of 3 rows; with gradient accumulation"
+    ):
+        train(1)
+    train(2)
 
 
 def test_the_trainer_s_own_optimizer_is_wrapped():
@@ -176,20 +294,21 @@ def test_fp16_with_an_overflow(ascent):
     assert opt.steps == 5
 
 
-def test_resuming_from_a_checkpoint(tmp_path):
+@pytest.mark.parametrize(("k", "share"), [(2, 1.0), (1, 0.25), (2, 0.25)])
+def test_resuming_from_a_checkpoint(tmp_path, k, share):
     whole, half, resumed = (task(dropout=0.25) for _ in range(3))
-    options = {"k": 2, "max_grad_norm": 0.5, "save_strategy": "epoch", "learning_rate": 0.05}
+    options = {"k": k, "max_grad_norm": 0.5, "save_strategy": "epoch", "learning_rate": 0.05}
 
     def run(t, **more):
         mask = RandomMask(0.5, interval=2)
-        return trainer(Model(t.model), t.dataset, sam={"rho": 0.3, "mask": mask}, **options, **more)
+        return trainer(Model(t.model), t.dataset, sam={"rho": 0.3, "mask": mask, "share": share}, **options, **more)
 
     run(whole, output_dir=str(tmp_path / "whole")).train()
     saving = run(half, output_dir=str(tmp_path / "half"), num_train_epochs=1)
     saving.train()
     other = run(resumed, output_dir=str(tmp_path / "resumed"))
-    other.train(resume_from_checkpoint=str(tmp_path / "half" / "checkpoint-3"))
-    assert other.state.global_step == other.optimizer.optimizer.steps == 6
+    other.train(resume_from_checkpoint=str(tmp_path / "half" / f"checkpoint-{6 // k}"))
+    assert other.state.global_step == other.optimizer.optimizer.steps == 12 // k
     assert same(weights(resumed.model), weights(whole.model))
 
 
@@ -237,19 +356,32 @@ def test_two_sams_are_refused():
         trainer(Model(t.model), t.dataset, optimizers=(sam(t.model), None), sam={"rho": 1})
 
 
-def distributed(rank: int) -> list[torch.Tensor]:
+JOBS = [(3, 1.0), (1, 0.5), (3, 0.5)]
+"""How many micro-batches, and which share."""
+
+
+def distributed(rank: int) -> list[list[torch.Tensor]]:
     as_launched(rank)
-    t = task(samples=24)._replace(model=smooth_network())
-    # Batches of 2 go to the ranks in turn: together they are batches of 4.
-    run = trainer(Model(t.model), t.dataset, k=3, batch=2, optimizers=(sam(t.model), None), max_grad_norm=0.1)
-    run.train()
-    assert run.accelerator.num_processes == 2
-    return weights(t.model)
+    results = []
+    for k, share in JOBS:
+        t = task(samples=24)._replace(model=smooth_network())
+        opt = sam(t.model, share=share)
+        # Batches of 2 go to the ranks in turn: together they are batches of 4.
+        run = trainer(Model(t.model), t.dataset, k=k, batch=2, optimizers=(opt, None), max_grad_norm=0.1)
+        run.train()
+        assert run.accelerator.num_processes == 2
+        results.append(weights(t.model))
+    return results
 
 
 def test_ddp_equals_one_process_on_the_joined_batch():
-    first, second = in_ranks(distributed)
-    t = task(samples=24)._replace(model=smooth_network())
-    train(t.model, sam(t.model), t.dataset, batch=4, k=3, **clipping(0.1))
-    assert same(first, second)
-    torch.testing.assert_close(first, weights(t.model), rtol=1e-12, atol=1e-12)
+    clip = clipping(0.1)
+    for (k, share), first, second in zip(JOBS, *in_ranks(distributed), strict=True):
+        t = task(samples=24)._replace(model=smooth_network())
+        if share == 1:
+            train(t.model, sam(t.model), t.dataset, batch=4, k=k, **clip)
+        else:
+            shares_first = Subset(t.dataset, [4 * i + j for i in range(6) for j in (0, 2, 1, 3)])
+            train_on_share(t.model, sam(t.model), shares_first, share, batch=4, k=k, clip=clip["clip"])
+        assert same(first, second)
+        torch.testing.assert_close(first, weights(t.model), rtol=1e-12, atol=1e-12)

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from plain_loops import BASE, as_launched, smooth_network, train, train_scaled
+from plain_loops import BASE, as_launched, smooth_network, train, train_on_share, train_scaled
 from ranks import in_ranks
 from torch import nn
 from torch.nn import functional as F
@@ -43,6 +43,7 @@ POLICIES = [
     Policy(schedule="last-steps-momentum"),
     Policy("random", schedule="every-nth"),
 ]
+SHARED = [policy for policy in POLICIES if policy.mask != "suffix" and policy.ascent != "momentum"]
 
 
 class Net(SAMModule):
@@ -91,6 +92,72 @@ def test_equals_a_plain_loop(policy, k):
     torch.manual_seed(0)
     train(other.model, optimizer(other, **policy._asdict()), other.dataset, k=k)
     assert same(weights(t.model), weights(other.model))
+
+
+@pytest.mark.parametrize("policy", SHARED, ids=str)
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_share_equals_one_by_hand(policy, k):
+    """Rows, or one micro-batch of three; the last step of an epoch has two rows."""
+    t, other = task(dropout=0.25, samples=26), task(dropout=0.25, samples=26)
+    net = Net(t.model, lambda: optimizer(t, **policy._replace(share=0.4)._asdict()))
+    torch.manual_seed(0)
+    runner = fit(net, t.dataset, accumulate_grad_batches=k, gradient_clip_val=0.5)
+    torch.manual_seed(0)
+    twin = optimizer(other, **policy._asdict())
+    clip = lambda params: nn.utils.clip_grad_norm_(params, 0.5)  # noqa: E731
+    train_on_share(other.model, twin, other.dataset, 0.4, k=k, clip=clip)
+    torch.testing.assert_close(weights(t.model), weights(other.model), rtol=1e-12, atol=1e-12)
+    assert net.opt.steps == runner.global_step == twin.steps
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_share_in_16_mixed(k):
+    t, other = task(torch.float32, dropout=0.25), task(torch.float32, dropout=0.25)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**10))
+    torch.manual_seed(0)
+    net = Net(t.model, lambda: optimizer(t, ascent="friendly", share=0.5))
+    fit(net, t.dataset, accumulate_grad_batches=k, gradient_clip_val=0.1, plugins=[plugin])
+    torch.manual_seed(0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    clip = lambda params: nn.utils.clip_grad_norm_(params, 0.1)  # noqa: E731
+    twin = optimizer(other, ascent="friendly")
+    train_on_share(other.model, twin, other.dataset, 0.5, k=k, clip=clip, scaler=scaler)
+    torch.testing.assert_close(weights(t.model), weights(other.model), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("schedule", ["none", "every-nth"])
+def test_a_share_logs_each_row_once(k, given, schedule):
+    class Logging(Net):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)  # which takes no rows of these rows
+            self.log("again", loss, on_step=False, on_epoch=True, **({"batch_size": len(batch[0])} if given else {}))
+            return loss
+
+    t, other = task(), task()
+    net = Logging(t.model, lambda: optimizer(t, schedule=schedule, share=0.25))
+    runner = fit(net, t.dataset, accumulate_grad_batches=k)
+    losses = train_on_share(other.model, optimizer(other, schedule=schedule), other.dataset, 0.25, k=k)
+    for name in "loss", "again":
+        assert runner.callback_metrics[name].item() == pytest.approx(2 * sum(losses[len(losses) // 2 :]) / len(losses))
+
+
+def test_a_share_refuses_what_has_no_rows():
+    class Iterating(Net):
+        def training_step(self, dataloader_iter):
+            pytest.fail("it must not be called")
+
+    class Plain(L.LightningModule):
+        training_step, configure_optimizers = Net.training_step.__wrapped__, Net.configure_optimizers
+
+    t = task()
+    with pytest.raises(RuntimeError, match=r"share must be 1 with training_step\(dataloader_iter\)"):
+        fit(Iterating(t.model, lambda: sam(t.model, share=0.5)), t.dataset)
+    net = Plain()
+    net.model, net.make_optimizer = t.model, lambda: sam(t.model, share=0.5)
+    with pytest.raises(TypeError, match=r"(?s)share= the closure must take one argument.*SAMModule"):
+        fit(net, t.dataset)
 
 
 @pytest.mark.parametrize("k", [1, 2])
@@ -242,27 +309,28 @@ def test_an_iterator_cannot_be_kept():
         fit(Iterating(t.model, lambda: sam(t.model)), t.dataset, accumulate_grad_batches=2)
 
 
-def test_resuming_from_a_checkpoint(tmp_path):
+@pytest.mark.parametrize(("k", "share"), [(2, 1.0), (1, 0.25), (2, 0.25)])
+def test_resuming_from_a_checkpoint(tmp_path, k, share):
     t, other = task(dropout=0.25), task(dropout=0.25)
-    mask = RandomMask(0.5, interval=2)
+    options = {"mask": RandomMask(0.5, interval=2), "share": share}
     for epochs, each in ((2, t), (1, other)):
         torch.manual_seed(0)
         runner = fit(
-            Net(each.model, lambda each=each: sam(each.model, mask=mask)),
+            Net(each.model, lambda each=each: sam(each.model, **options)),
             each.dataset,
             epochs=epochs,
-            accumulate_grad_batches=2,
+            accumulate_grad_batches=k,
             callbacks=[monitor := SAMMonitor()],
         )
     state = torch.get_rng_state()
     runner.save_checkpoint(tmp_path / "half.ckpt")
     resumed = task(dropout=0.25)
-    net = Net(resumed.model, lambda: sam(resumed.model, mask=mask))
-    runner = trainer(2, accumulate_grad_batches=2, callbacks=[monitor := SAMMonitor()])
+    net = Net(resumed.model, lambda: sam(resumed.model, **options))
+    runner = trainer(2, accumulate_grad_batches=k, callbacks=[monitor := SAMMonitor()])
     torch.set_rng_state(state)
     runner.fit(net, DataLoader(resumed.dataset, batch_size=4), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
     assert same(weights(resumed.model), weights(t.model))
-    assert net.opt.steps == monitor.aware_steps == 6
+    assert net.opt.steps == monitor.aware_steps == 12 // k
 
 
 def test_monitor_logs_share_rho_and_steps():
@@ -337,21 +405,31 @@ def test_monitor_needs_sam():
         fit(net, t.dataset, callbacks=[SAMMonitor()])
 
 
-def distributed(rank: int) -> list[torch.Tensor]:
+JOBS = [(3, 1.0), (1, 0.5), (3, 0.5)]
+"""How many micro-batches, and which share."""
+
+
+def distributed(rank: int) -> list[list[torch.Tensor]]:
     as_launched(rank)
-    t = task(samples=24)._replace(model=smooth_network())
-    net = Net(t.model, lambda: sam(t.model))
-    own = Subset(t.dataset, list(range(rank, 24, 2)))
-    options = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
-    fit(net, own, batch=2, accumulate_grad_batches=3, gradient_clip_val=0.1, **options)
-    return weights(t.model)
+    results = []
+    for k, share in JOBS:
+        t = task(samples=24)._replace(model=smooth_network())
+        net = Net(t.model, lambda t=t, share=share: sam(t.model, share=share))
+        own = Subset(t.dataset, list(range(rank, 24, 2)))
+        options = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
+        fit(net, own, batch=2, accumulate_grad_batches=k, gradient_clip_val=0.1, **options)
+        results.append(weights(t.model))
+    return results
 
 
 def test_ddp_equals_one_process_on_the_joined_batch():
-    first, second = in_ranks(distributed)
-    t = task(samples=24)._replace(model=smooth_network())
-    train(t.model, sam(t.model), t.dataset, batch=4, k=3, clip=lambda params: nn.utils.clip_grad_norm_(params, 0.1))
-    assert same(first, second)
-    for a, b in zip(first, weights(t.model), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    assert not same(first, weights(smooth_network()))
+    clip = lambda params: nn.utils.clip_grad_norm_(params, 0.1)  # noqa: E731
+    for (k, share), first, second in zip(JOBS, *in_ranks(distributed), strict=True):
+        t = task(samples=24)._replace(model=smooth_network())
+        if share == 1:
+            train(t.model, sam(t.model), t.dataset, batch=4, k=k, clip=clip)
+        else:
+            train_on_share(t.model, sam(t.model), t.dataset, share, batch=4, k=k, clip=clip)
+        assert same(first, second)
+        torch.testing.assert_close(first, weights(t.model), rtol=1e-12, atol=1e-12)
+        assert not same(first, weights(smooth_network()))

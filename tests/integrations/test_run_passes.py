@@ -8,7 +8,12 @@ from importlib import import_module
 
 import pytest
 import torch
+from plain_loops import smooth_network
+from ranks import in_ranks
+from torch import distributed as dist
 from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from cases import ASCENTS, SCHEDULES, Policy, optimizer, same, task, weights
 from sparsam import SAM
@@ -29,6 +34,39 @@ def test_equals_a_step_with_a_closure(policy):
         torch.manual_seed(step)
         assert torch.equal(loss, twin.step(other.closure(twin)))
         assert same(weights(one.model), weights(other.model))
+
+
+def on_share(rank: int) -> dict[tuple[str, int], list[list[torch.Tensor]]]:
+    """Train replicas with a closure and without one, by rows and by micro-batches."""
+    x, y, *_ = (t := task(samples=24)).x, t.y
+    own = list(zip(x[rank::2].split(4), y[rank::2].split(4), strict=True))
+    results = {}
+    for perturbation in ("global", "local"):
+        for k in (1, 3):
+            models = [DistributedDataParallel(smooth_network()) for _ in range(2)]
+            closed, opt = (
+                SAM(m.parameters(), rho=0.3, share=0.5, model=m, perturbation=perturbation, lr=0.1) for m in models
+            )
+
+            def backward(rows, model, k=k):
+                parts = [F.cross_entropy(model(x), y) / k for x, y in rows.micro_batches(own[:k])]
+                return _backward(torch.stack(parts).sum())
+
+            for _ in range(3):
+                closed.step(lambda rows, of=models[0], opt=closed: (opt.zero_grad(), backward(rows, of))[1])
+                run_passes(opt, lambda rows, of=models[1]: backward(rows, of))
+                opt.step()
+            results[perturbation, k] = [[p.detach() for p in m.parameters()] for m in models]
+    return results
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch is built without torch.distributed")
+def test_a_share_on_replicas_equals_that_of_a_closure():
+    first, second = in_ranks(on_share)
+    for key, (closed, run) in first.items():
+        torch.testing.assert_close(run, closed, rtol=1e-12, atol=1e-12)
+        assert same(run, second[key][1])
+    assert not same(first["global", 1][1], first["local", 1][1])
 
 
 def test_gradients_of_a_step_that_was_skipped_do_not_count():

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain_loops import BASE, as_launched, shard_on_cpu, smooth_network, train, train_local
+from plain_loops import BASE, as_launched, shard_on_cpu, smooth_network, train, train_local, train_on_share
 from ranks import in_ranks
 from sharded import whole
 from torch import distributed as dist
@@ -51,6 +51,7 @@ POLICIES: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "norm": lambda model: {"mask": NormMask(model)},
     "suffix": lambda model: {"mask": SuffixMask(model, "4")},
     "friendly": lambda model: {"ascent": FriendlyAscent()},
+    "share": lambda model: {"share": 1 / K, "ascent": FriendlyAscent()},
 }
 
 
@@ -173,7 +174,8 @@ def accelerate_fsdp2(rank: int, policy: str, way: str, folder: str, **options: A
     t = the_task()
     opt = sam(t.model, **POLICIES[policy](t.model))
     accelerator = sharding(**options)
-    test_accelerate.fit(t, opt, way=way, k=K, batch=2, clip=LIMIT, accelerator=accelerator)
+    clip = None if policy == "share" and way == "closure" else LIMIT  # which would clip each call
+    test_accelerate.fit(t, opt, way=way, k=K, batch=2, clip=clip, accelerator=accelerator)
     params = [p for group in opt.param_groups for p in group["params"]]
     assert all(hasattr(p, "full_tensor") for p in params)
     assert all(p is q for p, q in zip(params, t.model.parameters(), strict=True))
@@ -314,7 +316,11 @@ def joined():
             return trained(t, huggingface(t, policy, batch=4))
         opt = sam(t.model, **POLICIES[policy](t.model))
         clip = lambda params: nn.utils.clip_grad_norm_(params, LIMIT)  # noqa: E731
-        train(t.model, opt, t.dataset, batch=4, k=K, clip=clip, clip_first=by != "Accelerate, run_passes")
+        if policy == "share":
+            last_clip = None if by == "Accelerate, closure" else clip
+            train_on_share(t.model, opt, t.dataset, opt.share, batch=4, k=K, clip=last_clip)
+        else:
+            train(t.model, opt, t.dataset, batch=4, k=K, clip=clip, clip_first=by != "Accelerate, run_passes")
         return {"weights": weights(t.model), "masks": opt.masks()}
 
     return run

@@ -60,6 +60,69 @@ def train(
     return losses
 
 
+def train_on_share(
+    model: nn.Module,
+    opt: SAM,
+    dataset: Dataset,
+    share: float,
+    *,
+    batch: int = 4,
+    k: int = 1,
+    epochs: int = 2,
+    clip: Callable[[Any], object] | None = None,
+    whole_windows: bool = True,
+    scaler: torch.amp.GradScaler | None = None,
+) -> list[float]:
+    """Train on a share of the batch by hand, as docs/shares.md does; `opt` has none. Return the loss of each step.
+
+    The arguments are those of :func:`train`; with a scaler it trains in fp16.
+    """
+
+    def backward(parts: list[Any], factor: float = 1.0) -> float:
+        total = 0.0
+        for weight, x, y in parts:
+            with nullcontext() if scaler is None else torch.autocast("cpu", torch.float16):
+                loss = weight * F.cross_entropy(model(x), y)
+            (factor * loss if scaler is None else scaler.scale(factor * loss)).backward()
+            total += loss.item()
+        return total
+
+    losses = []
+    for _ in range(epochs):
+        batches = list(DataLoader(dataset, batch_size=batch))
+        for start in range(0, len(batches), k):
+            window = batches[start : start + k]
+            divisor = k if whole_windows else len(window)
+            whole = parts = [(1 / divisor, x, y) for x, y in window]
+            n = max(1, round(share * len(window)))
+            part = n / len(window)
+            if len(window) == 1:
+                [(weight, x, y)] = whole
+                rows = max(1, round(share * len(x)))
+                part = rows / len(x)
+                parts = [(weight * part, x[:rows], y[:rows]), (weight * (1 - part), x[rows:], y[rows:])]
+            opt.zero_grad()
+            if opt.needs_second_pass:
+                loss = backward(parts[:n], 1 / part)
+                with opt.perturbed(scale=None if scaler is None else scaler.get_scale()):
+                    opt.zero_grad()
+                    backward(parts[:n])
+                losses.append(loss + backward(parts[n:]))
+            else:
+                with opt.perturbed():
+                    losses.append(backward(whole))
+            if scaler is not None:
+                scaler.unscale_(opt)
+            if clip is not None:
+                clip(model.parameters())
+            if scaler is None:
+                opt.step()
+            else:
+                scaler.step(opt)
+                scaler.update()
+    return losses
+
+
 def train_scaled(model: nn.Module, opt: SAM, dataset: Dataset, *, k: int, overflows: tuple[int, ...] = ()) -> float:
     """Train in fp16 with a GradScaler, clipping and accumulation, as docs/loops.md does; return the last scale.
 

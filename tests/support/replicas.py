@@ -43,7 +43,7 @@ def batch(step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def share(step: int, rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a rank gets of a batch: each `size`-th sample."""
+    """What a rank gets of a batch: each `size`-th sample. So the first rows of all ranks are the first of the batch."""
     x, y = batch(step)
     return x[rank::size], y[rank::size]
 

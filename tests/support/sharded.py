@@ -122,18 +122,18 @@ def optimizer(model: nn.Module, policy: str, **overrides: Any) -> SAM:
     return SAM(model.parameters(), **(options if "base_optimizer" in options else {**sgd, **options}))
 
 
-def closure(opt: torch.optim.Optimizer, model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Tensor]:
-    def closure() -> Tensor:
+def closure(opt: torch.optim.Optimizer, model: nn.Module, x: Tensor, y: Tensor) -> Callable[..., Tensor]:
+    def closure(rows: Callable[[Tensor], Tensor] = lambda batch: batch) -> Tensor:
         opt.zero_grad()
-        loss = F.cross_entropy(model(x), y)
+        loss = F.cross_entropy(model(rows(x)), rows(y))
         loss.backward()
         return loss
 
     return closure
 
 
-def train(model: nn.Module, policy: str, x: Tensor, y: Tensor, steps: int = STEPS) -> SAM:
-    opt = optimizer(model, policy)
+def train(model: nn.Module, policy: str, x: Tensor, y: Tensor, steps: int = STEPS, **overrides: Any) -> SAM:
+    opt = optimizer(model, policy, **overrides)
     for _ in range(steps):
         opt.step(closure(opt, model, x, y))
     return opt

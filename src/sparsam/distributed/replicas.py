@@ -100,19 +100,26 @@ class Replicas:
         if self.ddp is not None and self.ddp._join_config.enable:
             raise UserRuntimeError(
                 f"{what} needs every rank, but in `with model.join():` some may have no more batches and would not "
-                f"answer: give all ranks the same number of batches, or use a mask without a cut and with interval=None"
+                f"answer: give all ranks the same number of batches, or use share=1 and a mask without a cut and with "
+                f"interval=None"
             )
 
     def average_gradients(self, params: Iterable[Tensor]) -> None:
-        """Let the gradients be their means over all replicas; where a replica has none, it counts as 0."""
+        """Let the gradients be their means over all replicas; where a replica has none, it counts as 0.
+
+        With `find_unused_parameters=True` a gradient stays None if no replica has one, as in DDP itself.
+        """
         ddp = self.ddp
         if ddp is None or group_size(ddp.process_group) == 1:
             return
-        self.check_uneven("a mask with a cut, or a share of the batch,")
+        self.check_uneven("a cut")
         if self._shared is None:  # once: walking a module takes time
             named = ddp.module.named_parameters()
             self._shared = frozenset(p for name, p in named if name not in ddp.parameters_to_ignore)
         wanted = [p for p in params if p in self._shared and p.requires_grad]
+        if ddp.find_unused_parameters and wanted:
+            used = self.any([p.grad is not None for p in wanted], wanted[0].device)
+            wanted = [p for p, anywhere in zip(wanted, used, strict=True) if anywhere]
         for p in wanted:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)

@@ -18,6 +18,7 @@ from sparsam.errors import UserValueError, need
 from sparsam.integrations.passes import find_sam
 from sparsam.sam import SAM
 from sparsam.sam.without_closure import current_scale, run_passes
+from sparsam.share import WHOLE, Rows, fraction
 
 transformers = need("transformers", "the classes for the Hugging Face Trainer", extra="hf")
 need("accelerate", "the classes for the Hugging Face Trainer", extra="hf")
@@ -32,12 +33,13 @@ class SAMTrainer(transformers.Trainer):  # type: ignore[misc,name-defined]
     - With accumulation over k batches, the forward passes of all k run when the k-th comes. Until then the loss is
       reported as 0, and then as the sum: the logged mean is right.
     - The reported loss is that at w. `grad_norm` is that of the gradient at w + eps.
+    - With `share`, both passes see the first of the k batches, and only the first rows without accumulation.
     - A cut saves no time here: the Trainer steps without a closure, and only closures are replayed.
 
     Args:
         *arguments: Those of the Trainer.
-        sam: Arguments of :meth:`sparsam.SAM.wrap`: `rho`, `mask`, `ascent`, `schedule`, `adaptive` and
-            `perturbation`. `model` is the Trainer's model.
+        sam: Arguments of :meth:`sparsam.SAM.wrap`: `rho`, `mask`, `ascent`, `schedule`, `adaptive`,
+            `perturbation` and `share`. `model` is the Trainer's model.
         **options: Those of the Trainer.
     """
 
@@ -77,12 +79,15 @@ class SAMTrainer(transformers.Trainer):  # type: ignore[misc,name-defined]
         kept, self._kept = self._kept, []
         step = super().training_step
 
-        def backward() -> Tensor:
-            losses = []
-            for i, batch in enumerate(kept):
-                last = i == len(kept) - 1
+        def backward(rows: Rows = WHOLE) -> Tensor:
+            items: Any = num_items_in_batch
+            batches, losses = rows.micro_batches(kept), []
+            if rows is not WHOLE and len(kept) == 1 and items is not None:
+                items = items * fraction(rows)  # with the weights of share and rest, each label counts 1 / items
+            for i, batch in enumerate(batches):
+                last = i == len(batches) - 1
                 with nullcontext() if last else self.accelerator.no_sync(model):
-                    losses.append(step(model, batch, num_items_in_batch))
+                    losses.append(step(model, batch, items))
             return torch.stack(losses).sum()
 
         scale = current_scale(self.accelerator.scaler, self.args.device)

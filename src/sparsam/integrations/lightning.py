@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from sparsam.errors import UserRuntimeError, need
 from sparsam.integrations.passes import find_sam
 from sparsam.sam import SAM
 from sparsam.sam.without_closure import current_scale, run_passes
+from sparsam.share import WHOLE, Rows
 
 lightning = need("lightning.pytorch", "the classes for Lightning", extra="lightning")
 call_hook = need("lightning.pytorch.trainer.call", "the classes for Lightning", extra="lightning")._call_strategy_hook
@@ -33,12 +34,16 @@ class SAMModule(lightning.LightningModule):  # type: ignore[misc,name-defined]
     - With accumulation over k batches, `training_step` is called for all k of them when the k-th comes, first at w,
       then at w + eps. Until then Lightning is told that the loss is 0. The k batches stay in memory.
     - `self.log` records the first pass only. For metrics of your own, `self.in_second_pass` tells the passes apart.
+    - With `share`, both passes see the first of the k batches, and only the first rows without accumulation. A
+      third pass takes the rest, at w.
     - With "16-mixed" a cut saves no time: a GradScaler takes no closure, and only closures are replayed.
     """
 
     in_second_pass = False  # whether training_step runs at w + eps, for the second time
     _kept: tuple[tuple[Any, ...], ...] = ()  # the arguments of each training_step that waits for the step
     _stepping = False
+    _rows = WHOLE  # which rows of its batch the next training_step of a step takes
+    _batch_size: int | None = None  # how many it took; None: all
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -56,25 +61,33 @@ class SAMModule(lightning.LightningModule):  # type: ignore[misc,name-defined]
         kept, self._kept = self._kept, ()
         calls = 0
 
-        def backward() -> Any:
+        def backward(rows: Rows = WHOLE) -> Any:
             nonlocal calls
             calls += 1
-            with self._passing(second=calls > 1):
-                for arguments in kept:
+            batches: list[Callable[[], Any]] = [partial(self._backward, arguments, sam) for arguments in kept]
+            batches.append(optimizer_closure)
+            *first, last = rows.micro_batches(batches) if kept else batches
+            with self._passing(WHOLE if kept else rows, second=calls > 1 and rows.start == 0):
+                for run in first:
                     with self._without_sync():
-                        self._backward(arguments, sam)
-                return optimizer_closure()
+                        run()
+                return last()
 
         def closure() -> Any:
             sam.zero_grad()
             return backward()
 
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-        if scaler is None:
-            super().optimizer_step(epoch, batch_idx, optimizer, closure)
-        else:  # Lightning calls the closure once, then unscales, clips and steps without it
+        precision = self.trainer.precision_plugin
+        scaler = getattr(precision, "scaler", None)
+        if scaler is not None:  # Lightning calls the closure once, then unscales, clips and steps without it
             scale = current_scale(scaler, self.device)
             super().optimizer_step(epoch, batch_idx, optimizer, lambda: run_passes(sam, backward, scale))
+        elif sam.share < 1:  # it would clip the gradients of share and rest, not their sum
+            run_passes(sam, backward)
+            precision._after_closure(self, sam)
+            sam.step()
+        else:
+            super().optimizer_step(epoch, batch_idx, optimizer, closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         """Leave the gradients to the step, which clears them before each pass: Lightning does so after the forward."""
@@ -85,16 +98,32 @@ class SAMModule(lightning.LightningModule):  # type: ignore[misc,name-defined]
 
     def log(self, *arguments: Any, **options: Any) -> None:
         """Log, unless in the second pass."""
-        if not self.in_second_pass:
-            super().log(*arguments, **options)
+        if self.in_second_pass:
+            return
+        if options.get("batch_size") is None and self._batch_size is not None:
+            options["batch_size"] = self._batch_size  # Lightning would take that of the whole batch
+        super().log(*arguments, **options)
 
     @contextmanager
-    def _passing(self, *, second: bool) -> Iterator[None]:
-        self._stepping, self.in_second_pass = True, second
+    def _passing(self, rows: Rows, *, second: bool) -> Iterator[None]:
+        self._stepping, self.in_second_pass, self._rows = True, second, rows
         try:
             yield
         finally:
             self._stepping = self.in_second_pass = False
+            self._rows, self._batch_size = WHOLE, None
+
+    def _take_rows(self, batch: Any, *others: Any) -> tuple[Any, ...]:
+        """Return the arguments of a training_step, with its rows of the batch."""
+        if hasattr(batch, "__next__"):
+            raise UserRuntimeError(
+                "share must be 1 with training_step(dataloader_iter), because both passes need rows of one batch; "
+                "take training_step(batch)"
+            )
+        rows, self._rows = self._rows, WHOLE  # a training_step that it calls takes them as they are
+        part = rows(batch)
+        self._batch_size = rows.count
+        return part, *others
 
     def _without_sync(self) -> AbstractContextManager[None]:
         """Leave the sum over processes to the last micro-batch, as Lightning does."""
@@ -102,11 +131,14 @@ class SAMModule(lightning.LightningModule):  # type: ignore[misc,name-defined]
         block: AbstractContextManager[None] = getattr(strategy, "block_backward_sync", nullcontext)()
         return block
 
-    def _backward(self, arguments: tuple[Any, ...], sam: SAM) -> None:
+    def _backward(self, arguments: tuple[Any, ...], sam: SAM) -> Any:
         output = call_hook(self.trainer, "training_step", *arguments)  # self.log asks which hook runs
         loss = output["loss"] if isinstance(output, Mapping) else output
         if loss is not None:
-            call_hook(self.trainer, "backward", loss / self.trainer.accumulate_grad_batches, sam)
+            loss = loss / self.trainer.accumulate_grad_batches
+            call_hook(self.trainer, "backward", loss, sam)
+            loss = loss.detach()
+        return loss
 
 
 def _waiting(training_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,6 +146,8 @@ def _waiting(training_step: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(training_step)
     def wrapper(self: SAMModule, *arguments: Any, **options: Any) -> Any:
+        if self._rows is not WHOLE:
+            arguments = self._take_rows(*arguments)
         fits = self._trainer is not None and self.trainer.training  # not in validation, nor outside of fit
         if (
             not fits

@@ -17,7 +17,7 @@ way (:mod:`sparsam.ascents`), which weights (:mod:`sparsam.masks`), how cheaply 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Self, TypeVar, overload
 
@@ -47,7 +47,7 @@ from sparsam.sam.phase import Phase, UsedGradients
 from sparsam.sam.policies import Policies
 from sparsam.sam.wrapper import Wrapper, eager
 from sparsam.schedules import EveryStep, Schedule
-from sparsam.share import WHOLE, Rows, check_takes_rows, fraction, mean_loss, mix, on_rows, split
+from sparsam.share import WHOLE, Rows, check_takes_rows, fraction, mean_loss, mix, on_rows, split, weights
 
 T = TypeVar("T")
 
@@ -207,30 +207,31 @@ class SAM(Wrapper, Policies):
 
     def _passes_of_share(self, closure: Callable[[Rows], Any], ascent: Ascent) -> Any:
         """Take both passes on the share, and one at w on the rest of the batch; leave their weighted sum in `.grad`."""
+        self._replicas.check_uneven("a share of the batch")
         share, rest = split(self._share)
-        loss = self._two_passes(on_rows(closure, share), ascent, around_second=self._replicas.unsynchronised())
-        params, weight = self._params(), fraction(share)
-        if weight < 1:
+        loss = self._two_passes(on_rows(closure, share), ascent, share)
+        params = self._params()
+        if fraction(share) < 1:
             of_share = [p.grad for p in params]
             for p in params:
                 p.grad = None
             with self._replicas.unsynchronised():
                 of_rest = self._pass_at_w(on_rows(closure, rest, like=share), params)
-            mix(params, of_share, weight)
-            loss = mean_loss(loss, of_rest, weight)
+            mix(params, of_share, *weights(share))
+            loss = mean_loss(loss, of_rest, *weights(share))
         self._replicas.average_gradients(params)
         return loss
 
-    def _two_passes(
-        self, closure: Closure, ascent: Ascent, around_second: AbstractContextManager[Any] | None = None
-    ) -> Any:
+    def _two_passes(self, closure: Closure, ascent: Ascent, share: Rows | None = None) -> Any:
         self._start()
         params, call, perturber = self._params(), self._closure_check.call, self._perturber
         self._phase = Phase.FIRST_PASS
         try:
             loss = self._passes.first(partial(call, closure, params, self._used_gradients))
             self._phase = Phase.IDLE
-            with self._perturbed(ascent, repeats=True), around_second or nullcontext():
+            around = nullcontext() if share is None else self._replicas.unsynchronised()
+            scale = fraction(share) if share is not None and share.accumulates else None
+            with self._perturbed(ascent, repeats=True, scale=scale), around:
                 self._passes.second(partial(call, closure, params), params, perturber.saved, perturber.radius)
         finally:
             self._phase = Phase.IDLE if self._phase is Phase.FIRST_PASS else self._phase

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsam.sam.optimizer import SAM
-from sparsam.share import WHOLE, Rows, fraction, mean_loss, on_rows, split
+from sparsam.share import WHOLE, Rows, fraction, mean_loss, on_rows, split, weights
 from sparsam.share import scale as scale_gradients
 
 
@@ -19,8 +19,8 @@ def run_passes(opt: SAM, backward: Callable[..., Any], scale: Tensor | None = No
 
     The gradient is :math:`\nabla f(w + \epsilon)`. A sharpness-aware step calls `backward` twice, at w and at
     w + eps. A base step calls it once at w, a step of one pass once at w + eps. If the passes see a share of the batch,
-    `backward` takes the rows that a call is for, is called a third time, for the rest at w, and the result is the mean
-    loss of all rows.
+    `backward` takes the rows that a call is for, is called a third time, for the rest at w, and the result is the loss
+    of the whole batch.
 
     Args:
         opt: The optimizer.
@@ -48,15 +48,18 @@ def _run_on_share(opt: SAM, backward: Callable[[Rows], Any], scale: Tensor | Non
     share, rest = split(opt.share)
     with opt._replicas.first_pass():
         of_share = on_rows(backward, share)()
+    if share.accumulates:
+        scale_gradients(params, 1 / fraction(share))  # to their mean, for ascents that remember it
     with opt.perturbed(scale=scale):
         opt.zero_grad()
         on_rows(backward, share)()
-    if (weight := fraction(share)) == 1:
+    if fraction(share) == 1:
         return of_share
-    scale_gradients(params, weight / (1 - weight))
+    by_share, by_rest = weights(share)
+    scale_gradients(params, by_share / by_rest)
     of_rest = on_rows(backward, rest, like=share)()  # which adds to the gradient of the share
-    scale_gradients(params, 1 - weight)
-    return mean_loss(of_share, of_rest, weight)
+    scale_gradients(params, by_rest)
+    return mean_loss(of_share, of_rest, by_share, by_rest)
 
 
 def current_scale(scaler: torch.amp.GradScaler | None, device: torch.device) -> Tensor | None:
