@@ -54,7 +54,7 @@ COLUMNS = (
     "Difference to SGD (95 % interval)",
     "Difference to SAM (95 % interval)",
 )
-DRAWN = {SGD: "SGD", AT_1_15: "thrifty SAM", AT_1_35: "thrifty SAM", SAM: "SAM"}  # the names in the picture
+DRAWN = {SGD: "SGD", AT_1_15: "budget 1.15", AT_1_35: "budget 1.35", SAM: "SAM"}  # the names in the picture
 ARROWS = {AT_1_15: 0.15, SAM: 0.04}  # methods with an arrow for the extra cost, and its height in the picture
 
 WIDTH, HEIGHT = 700, 360  # pixels
@@ -172,7 +172,7 @@ def picture(methods, theme):
         figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), facecolor=PAGE[theme])
         axes = figure.add_axes((0.05, 0.15, 0.93, 0.75), facecolor=PAGE[theme])
         axes.set_title(
-            f"ResNet-18, CIFAR-100: test accuracy in %, mean of {seeds} seeds with its 95 % interval",
+            f"Thrifty SAM, ResNet-18, CIFAR-100: test accuracy in %, mean of {seeds} seeds, 95 % interval",
             color=grey,
             loc="left",
             size=14,
@@ -190,7 +190,7 @@ def picture(methods, theme):
         for point in points:
             (lower, upper), colour = point.interval, point.colour(theme)
             if point.name in (SGD, SAM):
-                axes.axhline(point.mean, color=faint, linewidth=1, dashes=(4, 4), zorder=0)
+                axes.axhline(point.mean, color=colour, linewidth=1, dashes=(4, 4), alpha=0.6, zorder=0)
             axes.plot([point.cost, point.cost], [lower, upper], color=colour, linewidth=2.5)
             axes.plot(point.cost, point.mean, "o", color=colour, markersize=10)
             write(DRAWN[point.name], (point.cost, lower), (0, -6), va="top", weight="bold")
