@@ -41,7 +41,7 @@ from sparsam.training.turns import train_runs
 
 ROOT = Path(__file__).parents[1]
 TABLE = Path(__file__).with_suffix(".toml")
-SMOKE = ["data.limit=16", "data.batch_size=4", "mask.samples=4", "train.max_steps=2"]  # in place of a list's settings
+SMOKE = ["data.limit=16", "data.batch_size=4", "mask.samples=4", "train.max_steps=2"]  # instead of a list's settings
 KEPT = ("*.json", "metrics.jsonl", "analysis/*.json")  # the files of a run that are committed
 GPU, CPU = "gpu", "cpu"
 
@@ -272,7 +272,7 @@ def positive(text):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("data"), help="the folder with CIFAR-10 and CIFAR-100")
-    parser.add_argument("--minutes", type=positive, help="stop after so many minutes; the same command goes on later")
+    parser.add_argument("--minutes", type=positive, help="stop after this many minutes; the same command goes on later")
     parser.add_argument("--cores", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="CPU runs at once")
     parser.add_argument("--lists", nargs="+", choices=[GPU, CPU], default=[GPU, CPU], help="which lists to train")
     parser.add_argument("--output", type=Path, default=Path("runs/gpu"), help="where runs are written")

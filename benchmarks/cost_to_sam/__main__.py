@@ -66,7 +66,9 @@ def main():
     training.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     training.add_argument("--seeds", nargs="+", type=int, default=list(range(5)))
     training.add_argument("--cores", type=int, default=os.cpu_count() or 1, help="runs at once, a thread each")
-    training.add_argument("--minutes", type=float, help="stop after so many minutes; runs that are stopped begin again")
+    training.add_argument(
+        "--minutes", type=float, help="stop after this many minutes; a run that is stopped starts again"
+    )
     training.add_argument("--list", action="store_true", help="say how much is left, and train nothing")
     training.add_argument("--smoke", action="store_true", help="one epoch of each method and workload")
     reporting = commands.add_parser("report", help="print the table and draw the picture")

@@ -75,7 +75,7 @@ class Stepper:
         opt: The optimizer.
         step: Takes a step on a batch and returns the loss.
         cost: The mean cost of a step, counted in passes of the base optimizer.
-        average: The mean of the weights that is evaluated in place of the weights.
+        average: If given, the mean of the weights, which is evaluated instead of the weights.
     """
 
     opt: Optimizer
@@ -229,9 +229,9 @@ class Method:
     Args:
         title: What it is called.
         build: Makes its steps.
-        epochs: The length of its training, in that of the base optimizer.
+        epochs: How long it trains, as a multiple of the base optimizer's epochs.
         searches: Whether its rho is searched.
-        passes: What a training costs, roughly, in that of the base optimizer.
+        passes: Roughly what an epoch costs, as a multiple of the base optimizer's.
     """
 
     title: str

@@ -97,7 +97,7 @@ def is_better(task: Workload, score: float, best: float) -> bool:
 
 
 def rounded(model: nn.Module, bits: int) -> nn.Module:
-    """Return a copy whose matrices are rounded to so many bits, with a scale for each output."""
+    """Return a copy whose matrices are rounded to a number of bits, with a scale for each output."""
     copied, levels = copy.deepcopy(model), 2 ** (bits - 1) - 1
     with torch.no_grad():
         for p in copied.parameters():
