@@ -37,9 +37,9 @@ def test_equals_a_step_with_a_closure(policy):
 
 
 def on_share(rank: int) -> dict[tuple[str, int], list[list[torch.Tensor]]]:
-    """Train replicas with a closure and without one, by rows and by micro-batches."""
+    """Train replicas with a closure and without one, by rows and by micro-batches, with batches of different sizes."""
     x, y, *_ = (t := task(samples=24)).x, t.y
-    own = list(zip(x[rank::2].split(4), y[rank::2].split(4), strict=True))
+    own = [(x[: 4 - rank], y[: 4 - rank]) for x, y in zip(x[rank::2].split(4), y[rank::2].split(4), strict=True)]
     results = {}
     for perturbation in ("global", "local"):
         for k in (1, 3):

@@ -44,22 +44,26 @@ def run_passes(opt: SAM, backward: Callable[..., Any], scale: Tensor | None = No
 
 
 def _run_on_share(opt: SAM, backward: Callable[[Rows], Any], scale: Tensor | None) -> Any:
+    opt._replicas.check_uneven("a share of the batch")
     params = [p for group in opt.param_groups for p in group["params"]]
     share, rest = split(opt.share)
     with opt._replicas.first_pass():
         of_share = on_rows(backward, share)()
     if share.accumulates:
         scale_gradients(params, 1 / fraction(share))  # to their mean, for ascents that remember it
-    with opt.perturbed(scale=scale):
+    with opt.perturbed(scale=scale), opt._replicas.unsynchronised():
         opt.zero_grad()
         on_rows(backward, share)()
-    if fraction(share) == 1:
-        return of_share
-    by_share, by_rest = weights(share)
-    scale_gradients(params, by_share / by_rest)
-    of_rest = on_rows(backward, rest, like=share)()  # which adds to the gradient of the share
-    scale_gradients(params, by_rest)
-    return mean_loss(of_share, of_rest, by_share, by_rest)
+    loss = of_share
+    if fraction(share) < 1:
+        by_share, by_rest = weights(share)
+        scale_gradients(params, by_share / by_rest)
+        with opt._replicas.unsynchronised():
+            of_rest = on_rows(backward, rest, like=share)()  # which adds to the gradient of the share
+        scale_gradients(params, by_rest)
+        loss = mean_loss(of_share, of_rest, by_share, by_rest)
+    opt._replicas.average_gradients(params)  # after each rank has weighed its own rows
+    return loss
 
 
 def current_scale(scaler: torch.amp.GradScaler | None, device: torch.device) -> Tensor | None:
