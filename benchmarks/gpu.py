@@ -17,6 +17,7 @@ import json
 import os
 import pickle
 import shlex
+import shutil
 import sys
 import tarfile
 import tempfile
@@ -41,7 +42,13 @@ from sparsam.training.turns import train_runs
 
 ROOT = Path(__file__).parents[1]
 TABLE = Path(__file__).with_suffix(".toml")
-SMOKE = ["data.limit=16", "data.batch_size=4", "mask.samples=4", "train.max_steps=2"]  # instead of a list's settings
+SMOKE = [  # instead of a list's settings
+    "data.limit=16",
+    "data.batch_size=4",
+    "mask.samples=4",
+    "train.max_steps=2",
+    "train.checkpoint_epochs=none",
+]
 KEPT = ("*.json", "metrics.jsonl", "analysis/*.json")  # the files of a run that are committed
 GPU, CPU = "gpu", "cpu"
 
@@ -156,6 +163,9 @@ class Unit:
         if command := self.command(options):
             run_command(command)
         self.log(options.output, "done").touch()
+        if options.smoke:  # the weights of all rows would fill a disk
+            for run in self.runs:
+                shutil.rmtree(run.path / "checkpoints", ignore_errors=True)
 
     def command(self, options):
         """Return the words of the command after the runs, if there is one."""
