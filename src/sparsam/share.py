@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from sparsam.checks import check_number
-from sparsam.distributed.shards import local_parts
+from sparsam.distributed.shards import local_parts, mean_over_holders
 from sparsam.errors import UserRuntimeError, UserTypeError, UserValueError
 
 T = TypeVar("T")
@@ -114,9 +114,16 @@ def fraction(rows: Rows) -> float:
     return rows.count / (rows.total or 1)
 
 
-def weights(share: Rows) -> tuple[float, float]:
-    """Return by what the gradients and losses of the share and of the rest are multiplied."""
-    return (1, 1) if share.accumulates else (fraction(share), 1 - fraction(share))
+def weights(share: Rows, params: Sequence[Tensor] = ()) -> tuple[float | Tensor, float | Tensor]:
+    """Return by what the gradients and losses of the share and of the rest are multiplied.
+
+    Processes that hold parts of the parameters have gradients that are means over all of them. So they multiply by the
+    mean of their fractions, which differ where their batches differ in size.
+    """
+    if share.accumulates:
+        return 1, 1
+    by_share = mean_over_holders(fraction(share), params)
+    return by_share, 1 - by_share
 
 
 def on_rows(closure: Callable[[Rows], T], rows: Rows, like: Rows | None = None) -> Callable[[], T]:
@@ -146,27 +153,29 @@ def on_rows(closure: Callable[[Rows], T], rows: Rows, like: Rows | None = None) 
 
 
 @torch.no_grad()
-def scale(params: Sequence[Tensor], factor: float) -> None:
+def scale(params: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiply the gradients."""
-    grads = [p.grad for p in params if p.grad is not None]
-    if grads and factor != 1:
+    if grads := [p.grad for p in params if p.grad is not None]:
         torch._foreach_mul_(local_parts(grads), factor)
 
 
 @torch.no_grad()
-def mix(params: Sequence[Tensor], of_share: Sequence[Tensor | None], by_share: float, by_rest: float) -> None:
+def mix(
+    params: Sequence[Tensor], of_share: Sequence[Tensor | None], by_share: float | Tensor, by_rest: float | Tensor
+) -> None:
     """Let each gradient be by_share * (that of the share) + by_rest * (the one in `.grad`); None counts as 0."""
     both = [(p.grad, g) for p, g in zip(params, of_share, strict=True) if p.grad is not None and g is not None]
     only_share = [(p, g) for p, g in zip(params, of_share, strict=True) if p.grad is None and g is not None]
     scale(params, by_rest)
     if both:
-        rest, share = map(list, zip(*both, strict=True))
-        torch._foreach_add_(local_parts(rest), local_parts(share), alpha=by_share)
+        rest, share = (local_parts(list(grads)) for grads in zip(*both, strict=True))
+        torch._foreach_mul_(share, by_share)
+        torch._foreach_add_(rest, share)
     for p, g in only_share:
         p.grad = g * by_share
 
 
-def mean_loss(of_share: Any, of_rest: Any, by_share: float, by_rest: float) -> Any:
+def mean_loss(of_share: Any, of_rest: Any, by_share: float | Tensor, by_rest: float | Tensor) -> Any:
     """Return the loss at w of the whole batch; None if a closure returned none."""
     if of_share is None or of_rest is None:
         return None

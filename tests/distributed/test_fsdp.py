@@ -334,12 +334,33 @@ def unequal_parts() -> list:
     return [(x[:5], y[:5]), (x[5:], y[5:])]
 
 
-def different_sizes(rank: int) -> list[torch.Tensor]:
-    model = shard(network())
-    opt = optimizer(model, "dense")
+def different_sizes(rank: int) -> list[list[torch.Tensor]]:
+    """Train without a closure, where each process weighs its own loss, and with one, where all weigh alike."""
+    by_hand, closed = shard(network()), shard(network())
+    opt, own = optimizer(by_hand, "dense"), optimizer(closed, "dense", share=0.4)
     for _ in range(3):
-        mean_of_shares(opt, model, [unequal_parts()[rank]], first=2)
-    return whole(model.parameters())
+        mean_of_shares(opt, by_hand, [unequal_parts()[rank]], first=2)
+        own.step(closure(own, closed, *unequal_parts()[rank]))
+    return [whole(model.parameters()) for model in (by_hand, closed)]
+
+
+def step_of_unequal_shares(opt: SAM, model) -> None:
+    """Take the step of such closures: 2 of 5 rows and 1 of 3, weighed by the mean of both fractions."""
+    parts, counts = unequal_parts(), (2, 1)
+    weight = sum(n / len(x) for n, (x, _) in zip(counts, parts, strict=True)) / 2
+
+    def backward(factor: float, rest: bool = False) -> None:
+        for n, (x, y) in zip(counts, parts, strict=True):
+            rows = slice(n, None) if rest else slice(0, n)
+            (factor / 2 * F.cross_entropy(model(x[rows]), y[rows])).backward()
+
+    opt.zero_grad()
+    backward(1)
+    with opt.perturbed():
+        opt.zero_grad()
+        backward(weight)
+    backward(1 - weight, rest=True)
+    opt.step()
 
 
 def fisher() -> list:
@@ -460,6 +481,7 @@ def test_a_step_sends_8_bytes_more_than_two_plain_passes(inside):
             assert more == plain
         of_share = sorted(result["traffic"]["share"])
         of_share.remove(("allreduce_", 8))
+        of_share.remove(("allreduce_", 16))
         assert of_share == sorted(result["traffic"]["three plain passes"])
 
 
@@ -502,7 +524,16 @@ def test_without_a_closure_processes_may_have_shares_of_batches_of_different_siz
     for _ in range(3):
         mean_of_shares(opt, model, unequal_parts(), first=2)
     for result in inside:
-        assert apart(result["different sizes"], model.parameters()) < 1e-10
+        assert apart(result["different sizes"][0], model.parameters()) < 1e-10
+
+
+def test_closures_of_batches_of_different_sizes_weigh_alike(inside):
+    model = network()
+    opt = optimizer(model, "dense")
+    for _ in range(3):
+        step_of_unequal_shares(opt, model)
+    for result in inside:
+        assert apart(result["different sizes"][1], model.parameters()) < 1e-10
 
 
 def test_the_diagonal_fisher_is_that_of_one_process(inside):

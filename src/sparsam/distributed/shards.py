@@ -135,6 +135,15 @@ def totals(values: Tensor, params: Sequence[Tensor]) -> Tensor:
     return holders.total(values * torch.tensor([holders.own(p) for p in params], device=values.device))
 
 
+def mean_over_holders(value: float, params: Sequence[Tensor]) -> float | Tensor:
+    """Return the mean of a number over the processes that hold the parameters, without waiting for it."""
+    if not any_dtensor(params):
+        return value
+    both = torch.tensor([value, 1.0], dtype=torch.float64).to(local(params[0]).device, non_blocking=True)
+    Holders(params).total(both)
+    return both[0] / both[1]
+
+
 def true_on_all_ranks(flag: Tensor, params: Sequence[Tensor]) -> Tensor:
     """Return whether a 0-d bool is true in all processes that hold the parameters."""
     if not any_dtensor(params):

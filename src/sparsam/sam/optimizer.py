@@ -217,7 +217,7 @@ class SAM(Wrapper, Policies):
                 p.grad = None
             with self._replicas.unsynchronised():
                 of_rest = self._pass_at_w(on_rows(closure, rest, like=share), params)
-            mix(params, of_share, *weights(share))
+            mix(params, of_share, *weights(share, params))
             loss = mean_loss(loss, of_rest, *weights(share))
         self._replicas.average_gradients(params)
         return loss

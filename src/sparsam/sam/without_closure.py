@@ -56,12 +56,12 @@ def _run_on_share(opt: SAM, backward: Callable[[Rows], Any], scale: Tensor | Non
         on_rows(backward, share)()
     loss = of_share
     if fraction(share) < 1:
-        by_share, by_rest = weights(share)
+        by_share, by_rest = weights(share, params)
         scale_gradients(params, by_share / by_rest)
         with opt._replicas.unsynchronised():
             of_rest = on_rows(backward, rest, like=share)()  # which adds to the gradient of the share
         scale_gradients(params, by_rest)
-        loss = mean_loss(of_share, of_rest, by_share, by_rest)
+        loss = mean_loss(of_share, of_rest, *weights(share))
     opt._replicas.average_gradients(params)  # after each rank has weighed its own rows
     return loss
 
