@@ -36,6 +36,7 @@ from sparsam.reproduce.comparison import find_runs
 from sparsam.reproduce.experiments import chosen, find_experiments
 from sparsam.reproduce.plan import plan_runs, without_known
 from sparsam.runs.directory import RunDirectory, directories_in
+from sparsam.runs.same import INCIDENTAL
 from sparsam.training.planned import PlannedRun, check_planned
 from sparsam.training.progress import LogProgress
 from sparsam.training.turns import train_runs
@@ -50,6 +51,7 @@ SMOKE = [  # instead of a list's settings
     "train.checkpoint_epochs=none",
 ]
 KEPT = ("*.json", "metrics.jsonl", "analysis/*.json")  # the files of a run that are committed
+DATA_ROOT = "data.root"
 GPU, CPU = "gpu", "cpu"
 
 
@@ -67,7 +69,7 @@ class Job:
         seeds: How many seeds. All rows are trained with the first seed, then with the second.
         share_start: Whether runs of a seed take their common base steps once.
         afterwards: A command of `sparsam` after the runs of a seed, which may need their weights. {runs} stands for
-            their paths, {output} for the folder, {seed} for the seed, {set} for the settings.
+            their paths, {output} for the folder, {seed} for the seed, {set} for those settings that choose runs.
         smoke: Options that shorten this command in a smoke test.
     """
 
@@ -170,9 +172,12 @@ class Unit:
     def command(self, options):
         """Return the words of the command after the runs, if there is one."""
         text = self.job.afterwards + (f" {self.job.smoke}" if options.smoke else "")
+        chooses = [
+            text for text in self.settings if (key := text.partition("=")[0]) not in INCIDENTAL or key == DATA_ROOT
+        ]
         words = {
             "runs": shlex.join(str(run.path) for run in self.runs),
-            "set": shlex.join(word for setting in self.settings for word in ("--set", setting)),
+            "set": shlex.join(word for setting in chooses for word in ("--set", setting)),
             "seed": self.runs[0].recipe.train.seed,
         }
         return shlex.split(text.format(output=options.output, **words))
