@@ -75,7 +75,7 @@ def train(unit, device, options):
 
 
 def run_all(slots, minutes=None):
-    """Train until nothing is left, or for so many minutes; return the units that failed."""
+    """Train until nothing is left, or for this many minutes; return the units that failed."""
     deadline = float("inf") if minutes is None else time.monotonic() + 60 * minutes
     asked, shown = threading.Event(), time.monotonic()
     with stopping_on_signals(asked.set):

@@ -52,7 +52,7 @@ class Workbook:
         if not pairs:
             return None
         differences = [self.sign * (one - two) / 100 for one, two in pairs]
-        found = Difference.of(differences, [0.0, 0.0])  # against a constant, Welch's t-test is that of paired values
+        found = Difference.of(differences, [0.0, 0.0])  # against a constant, Welch's t-test is the paired t-test
         return Score(found.value, found.interval, len(pairs))
 
     @property
