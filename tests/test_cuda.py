@@ -65,6 +65,8 @@ POLICIES = [
     Policy("dynamic", "friendly", "every-nth"),
     Policy("suffix", "friendly", "last-steps"),
     Policy("suffix", "friendly", "last-steps-momentum"),
+    *(Policy(mask, share=0.25) for mask in ("none", "random", "dynamic")),
+    Policy("random", "friendly", share=0.25),
 ]
 
 
@@ -101,10 +103,11 @@ def test_a_due_update_waits_in_one_place(mask):
 
 @pytest.mark.parametrize("mask", DETERMINISTIC_SCORES)
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_cuda_equals_cpu(mask, adaptive):
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_cuda_equals_cpu(mask, adaptive, share):
     cpu, gpu = task(), cuda_task()
     for t in (cpu, gpu):
-        opt = optimizer(t, mask, adaptive=adaptive)
+        opt = optimizer(t, mask, adaptive=adaptive, share=share)
         for _ in range(5):
             opt.step(t.closure(opt))
     for a, b in zip(weights(cpu.model), weights(gpu.model), strict=True):
@@ -152,9 +155,12 @@ def test_the_number_of_kernels_does_not_grow_with_the_number_of_layers(adaptive,
     assert many <= few + 10  # a foreach kernel takes some hundred tensors at once
 
 
-@pytest.mark.parametrize("mask", ["none", "random-fixed", "norm", "suffix"])
+@pytest.mark.parametrize(
+    ("mask", "share"),
+    [("none", 1.0), ("random-fixed", 1.0), ("norm", 1.0), ("suffix", 1.0), ("none", 0.25), ("random-fixed", 0.25)],
+)
 @pytest.mark.parametrize("ascent", [None, FriendlyAscent()])
-def test_a_whole_step_in_a_cuda_graph_equals_eager(mask, ascent):
+def test_a_whole_step_in_a_cuda_graph_equals_eager(mask, share, ascent):
     """rho and lr are device tensors, so that schedules reach the captured step."""
     results = []
     for captured in (False, True):
@@ -167,6 +173,7 @@ def test_a_whole_step_in_a_cuda_graph_equals_eager(mask, ascent):
             mask=MASKS[mask](t),
             ascent=ascent,
             model=t.model,
+            share=share,
             lr=lr,
             momentum=0.9,
             fused=True,
@@ -262,15 +269,16 @@ def test_fp16_with_grad_scaler_overflows_and_recovers():
         assert F.cross_entropy(t.model(t.x), t.y) < 1.0
 
 
-@pytest.mark.parametrize("method", ["sgd", "sam", "ssam-f", "ssam-d", "ssam-c", "thrifty"])
+@pytest.mark.parametrize("method", ["sgd", "sam", "sam sam.share=0.25", "ssam-f", "ssam-d", "ssam-c", "thrifty"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_training_in_a_graph_has_the_same_numbers_as_eager(tmp_path, method, precision):
     from sparsam.training import load_recipe, train
 
     metrics = []
+    name, *changes = method.split()
     for graph in (True, False):
         settings = [f"train.cuda_graph={str(graph).lower()}", f"train.precision={precision}", "train.epochs=3"]
-        recipe = load_recipe(f"digits-{method}", settings)
+        recipe = load_recipe(f"digits-{name}", [*settings, *changes])
         train(recipe, tmp_path / str(graph), device=torch.device("cuda"))
         metrics.append(RunDirectory(tmp_path / str(graph)).metrics())
     for captured, eager in zip(*metrics, strict=True):
@@ -298,9 +306,10 @@ def test_captured_runs_that_share_their_start_have_the_numbers_of_runs_alone(tmp
             ]
 
 
-def test_a_model_that_draws_random_numbers_stays_eager_and_says_so():
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_a_model_that_draws_random_numbers_stays_eager_and_says_so(share):
     t = cuda_task(dtype=torch.float32, dropout=0.5)
-    opt = optimizer(t)
+    opt = optimizer(t, share=share)
     step = CapturedStep(opt, t.closure(opt))
     for _ in range(6):
         step()
@@ -326,6 +335,10 @@ def test_a_model_that_draws_random_numbers_stays_eager_and_says_so():
         Policy("suffix", "friendly", "last-steps"),
         Policy("suffix", "friendly", "last-steps-momentum"),
         Policy("suffix-fisher", "gradient", "last-steps-friendly"),
+        *(Policy(mask, share=0.25) for mask in ("none", "random", "dynamic", "fisher")),
+        Policy(ascent="friendly", share=0.25),
+        Policy("random", "friendly", "every-nth", share=0.25),
+        Policy(schedule="last-steps", share=0.25),
     ],
     ids=str,
 )

@@ -17,6 +17,7 @@ from sparsam.distributed.shards import any_dtensor
 from sparsam.errors import CaptureError, UserRuntimeError
 from sparsam.sam import SAM
 from sparsam.selection import Selection
+from sparsam.share import Rows
 
 WARM_UP = 3
 ATTEMPTS = 3  # to capture a model that takes one path to a cut, then another
@@ -47,7 +48,7 @@ class CapturedStep:
         closure: As for `opt.step`.
     """
 
-    def __init__(self, opt: Optimizer, closure: Callable[[], Tensor]) -> None:
+    def __init__(self, opt: Optimizer, closure: Callable[[], Tensor] | Callable[[Rows], Tensor]) -> None:
         if any_dtensor(p for group in opt.param_groups for p in group["params"]):
             raise UserRuntimeError("CapturedStep needs whole parameters, but some are sharded; call opt.step(closure)")
         if not torch.cuda.is_available():
