@@ -267,11 +267,15 @@ def stepper(method, case, device):
 
 def measure(case, options, device):
     """Return what was found for a case."""
+    gc.collect()  # the models of the case before this one
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     if case.way == COMPILED:
-        import torch._dynamo
+        from torch._dynamo import config
 
-        torch._dynamo.config.recompile_limit = 64  # a version for each number of rows
-        torch._dynamo.config.fail_on_recompile_limit_hit = True  # rather than run eagerly
+        torch.compiler.reset()
+        config.recompile_limit = 64  # a version for each number of rows
+        config.fail_on_recompile_limit_hit = True  # rather than run eagerly
     steps = {}
     for name in case.methods:
         steps[name] = step = stepper(METHODS[name], case, device)
@@ -316,11 +320,6 @@ def measured(case, options, device):
         print(f"{case} failed:", file=sys.stderr)
         traceback.print_exc()
         found = {"error": f"{type(error).__name__}: {error}"[:2000], "rows": []}
-    gc.collect()  # the models of this case
-    if case.way == COMPILED:
-        torch.compiler.reset()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
     return {**head, "seconds": round(time.monotonic() - start, 1), **found}
 
 
@@ -330,7 +329,7 @@ def show(result):
     for case in result["cases"]:
         print(f"\n{case['network']}, batch {case['batch']}, {case['way']}, {case['precision']},", end=" ")
         if "error" in case:
-            print(f"failed: {case['error']}")
+            print(f"failed: {case['error'].splitlines()[0]}")
             continue
         print(f"{case['rounds']} rounds of {case['steps']} steps, commit {case['git']}\n")
         print("| method | counted cost | measured cost (quartiles) | ms a step (smallest – largest) |")
