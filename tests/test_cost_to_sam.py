@@ -33,7 +33,7 @@ def small(monkeypatch):
 def test_a_method_computes_as_many_samples_as_it_counts(name):
     method, workload = METHODS[name], WORKLOADS["forecast"]
     data, model, rows = workload.load(None), workload.network(), []
-    stepper = method.build(Task(workload, data, model, 14, None))
+    stepper = method.build(Task(workload, data, model, 14, method.rho))
     model.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
     x, y = (t[:16] for t in data.train)
     for _ in range(14):
@@ -61,12 +61,12 @@ def test_rounding_keeps_so_many_levels():
 
 
 def made(method, seed, value, rho=None):
+    rho = METHODS[method].rho if rho is None else rho
     return {
         "workload": "forecast",
         "method": method,
         "seed": seed,
         "rho": rho,
-        "searched": rho is not None,
         "test": {"last": value},
         "validation": {"last": value},
         "cost": {"counted": 1.0},
@@ -86,7 +86,23 @@ def test_the_score_is_a_share_of_sams_gain():
     assert book.is_not_worse(("momentum", False)) is None
 
 
+def test_one_training_that_diverges_is_enough():
+    found = [
+        made(method, seed, 1.0 - (0.5 + 0.01 * seed) * (method == "sam"))
+        for method in ("base", "sam")
+        for seed in range(5)
+    ]
+    found += [made("share-8", seed, None if seed == 3 else 0.5) for seed in range(5)]
+    book = report.Workbook("forecast", found)
+    assert book.share(("share-8", False)) == "diverges"
+    assert book.is_not_worse(("share-8", False)) is False
+
+
 def test_the_radius_is_that_of_the_best_validation():
-    found = [made("sam", seed, abs(rho - 0.2) + 0.01 * seed, rho) for seed in runs.SEARCH_SEEDS for rho in runs.RHOS]
+    found = [
+        made("sam", seed, abs(rho - 0.2) + 0.01 * seed, rho)
+        for seed in runs.SEARCH_SEEDS
+        for rho in METHODS["sam"].search
+    ]
     assert runs.best_radii(found) == {("forecast", "sam"): 0.2}
     assert runs.best_radii(found[:-1]) == {}  # a search that is not finished chooses nothing

@@ -18,8 +18,8 @@ COMMITTED = ROOT / "results"
 def planned(options, places):
     """Return what is to be trained: the search first, since the table needs its radii."""
     if options.smoke:
-        return [Run(workload, method, None, 0) for workload in WORKLOADS for method in METHODS]
-    runs = [*search_runs(), *final_runs(best_radii(results(places)))]
+        return [Run(workload, name, method.rho, 0) for workload in WORKLOADS for name, method in METHODS.items()]
+    runs = dict.fromkeys([*search_runs(), *final_runs(best_radii(results(places)))])
     return [
         run
         for run in runs

@@ -44,7 +44,7 @@ class Task:
         data: Its data.
         model: Its network, new.
         steps: The steps of the training.
-        rho: The radius; None: the method's own.
+        rho: The radius; None where nothing is perturbed.
     """
 
     workload: Workload
@@ -58,9 +58,9 @@ class Task:
         settings = {**self.workload.settings, "weight_decay": decay * self.workload.settings["weight_decay"]}
         return self.workload.base(self.model.parameters(), **settings)
 
-    def sam(self, rho: float, **options: Any) -> SAM:
-        """Build a SAM around it, with the searched rho if there is one."""
-        return SAM.wrap(self.base(), rho=rho if self.rho is None else self.rho, model=self.model, **options)
+    def sam(self, **options: Any) -> SAM:
+        """Build a SAM around it."""
+        return SAM.wrap(self.base(), rho=self.rho, model=self.model, **options)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the mean loss of a batch."""
@@ -127,20 +127,19 @@ def by_closure(task: Task, opt: SAM, cost: float) -> Stepper:
     return Stepper(opt, step, cost)
 
 
-def sam(task: Task) -> Stepper:
-    """Train with SAM in every step."""
-    return by_closure(task, task.sam(0.1), 2.0)
+def sam(task: Task, *, adaptive: bool = False) -> Stepper:
+    """Train with SAM in every step, or with ASAM."""
+    return by_closure(task, task.sam(adaptive=adaptive), 2.0)
 
 
 def every_seventh(task: Task) -> Stepper:
     """Train with SAM in every seventh step."""
-    return by_closure(task, task.sam(0.4, schedule=EveryNth(7)), 1 + 1 / 7)
+    return by_closure(task, task.sam(schedule=EveryNth(7)), 1 + 1 / 7)
 
 
 def momentum(task: Task) -> Stepper:
     """Train with Momentum-SAM, whose steps take one pass."""
-    rho = 0.4 if task.rho is None else task.rho
-    return by_closure(task, task.sam(0.1, ascent=MomentumAscent(rho)), 1.0)
+    return by_closure(task, task.sam(ascent=MomentumAscent()), 1.0)
 
 
 def sparse(task: Task, *, kind: str) -> Stepper:
@@ -152,7 +151,7 @@ def sparse(task: Task, *, kind: str) -> Stepper:
         mask: Any = FisherMask(0.5, task.model, task.workload.loss, dataset, samples=samples, interval=epoch)
     else:
         mask = DynamicMask(0.5, interval=epoch, total_steps=task.steps)
-    return by_closure(task, task.sam(0.1, mask=mask), 2.0)
+    return by_closure(task, task.sam(mask=mask), 2.0)
 
 
 def thrifty(task: Task, *, budget: float, friendly: bool) -> Stepper:
@@ -161,7 +160,6 @@ def thrifty(task: Task, *, budget: float, friendly: bool) -> Stepper:
     counts = count_costs(task.model, x)
     choice = choose(counts, total_steps=task.steps, budget=budget, perturbing=FRIENDLY if friendly else PERTURBING)
     opt = task.sam(
-        0.2,
         mask=SuffixMask(task.model, choice.cut),
         ascent=FriendlyAscent() if friendly else GradientAscent(),
         schedule=LastSteps(choice.fraction, task.steps),
@@ -174,12 +172,12 @@ def share(task: Task, *, share: float, last: float = 1.0) -> Stepper:
     batch = task.workload.batch_size
     part = max(1, round(share * batch)) / batch
     schedule = None if last == 1 else LastSteps(last, task.steps)
-    return by_closure(task, task.sam(0.4, share=share, schedule=schedule), 1 + last * part)
+    return by_closure(task, task.sam(share=share, schedule=schedule), 1 + last * part)
 
 
 def along_the_batch(task: Task, *, share: float) -> Stepper:
     """Perturb the share along the gradient of the whole batch, which takes the place of the rest's at w."""
-    opt, batch = task.sam(0.4), task.workload.batch_size
+    opt, batch = task.sam(), task.workload.batch_size
     rows = max(1, round(share * batch))
     params = [p for p in task.model.parameters() if p.requires_grad]
 
@@ -200,7 +198,7 @@ def along_the_batch(task: Task, *, share: float) -> Stepper:
 
 def small_groups(task: Task, *, groups: int) -> Stepper:
     """Perturb each part of the batch along its own gradient (m-sharpness), with the base step's gradient their mean."""
-    opt = task.sam(0.1)
+    opt = task.sam()
     params = [p for p in task.model.parameters() if p.requires_grad]
 
     def step(x: Tensor, y: Tensor) -> Tensor:
@@ -222,6 +220,10 @@ def small_groups(task: Task, *, groups: int) -> Stepper:
     return Stepper(opt, step, 2.0)
 
 
+RHOS = (0.1, 0.2, 0.4, 0.8, 1.6)  # what a search tries
+ADAPTIVE_RHOS = (0.5, 1.0, 2.0, 4.0, 8.0)  # ASAM's
+
+
 @dataclass(frozen=True)
 class Method:
     """A row of the table.
@@ -229,43 +231,51 @@ class Method:
     Args:
         title: What it is called.
         build: Makes its steps.
+        rho: The radius for all workloads; None where nothing is perturbed.
+        search: The radii among which the best on validation data is searched, for a row that stands apart.
         epochs: How long it trains, as a multiple of the base optimizer's epochs.
-        searches: Whether its rho is searched.
         passes: Roughly what an epoch costs, as a multiple of the base optimizer's.
     """
 
     title: str
     build: Callable[[Task], Stepper]
+    rho: float | None = None
+    search: tuple[float, ...] = ()
     epochs: float = 1.0
-    searches: bool = False
-    passes: float = 1.3
+    passes: float = 1.0
+
+
+def thrifty_row(budget: float, *, friendly: bool, search: tuple[float, ...] = ()) -> Method:
+    """Return the row of a budget."""
+    title = f"thrifty SAM, {budget}" + ("" if friendly else ", along the gradient")
+    return Method(title, partial(thrifty, budget=budget, friendly=friendly), 0.2, search, passes=budget)
 
 
 METHODS: dict[str, Method] = {
-    "base": Method("base optimizer", plain, passes=1),
-    "base-1.15": Method("base optimizer, 1.15 times the epochs", plain, epochs=1.15, passes=1),
-    "base-2": Method("base optimizer, twice the epochs", plain, epochs=2.0, passes=1),
-    "average": Method("base optimizer, mean of its weights", averaged, passes=1),
-    "decay-3": Method("base optimizer, 3 times the weight decay", partial(plain, decay=3.0), passes=1),
-    "decay-10": Method("base optimizer, 10 times the weight decay", partial(plain, decay=10.0), passes=1),
-    "momentum": Method("Momentum-SAM", momentum, passes=1),
-    "thrifty-1.15": Method("thrifty SAM, 1.15", partial(thrifty, budget=1.15, friendly=True), searches=True),
-    "thrifty-1.35": Method("thrifty SAM, 1.35", partial(thrifty, budget=1.35, friendly=True)),
-    "gradient-1.15": Method(
-        "thrifty SAM, 1.15, along the gradient", partial(thrifty, budget=1.15, friendly=False), searches=True
+    "base": Method("base optimizer", plain),
+    "base-1.15": Method("base optimizer, 1.15 times the epochs", plain, epochs=1.15),
+    "base-2": Method("base optimizer, twice the epochs", plain, epochs=2.0),
+    "average": Method("base optimizer, mean of its weights", averaged),
+    "decay-3": Method("base optimizer, 3 times the weight decay", partial(plain, decay=3.0)),
+    "decay-10": Method("base optimizer, 10 times the weight decay", partial(plain, decay=10.0)),
+    "momentum": Method("Momentum-SAM", momentum, 0.4),
+    "thrifty-1.15": thrifty_row(1.15, friendly=True, search=RHOS),
+    "thrifty-1.35": thrifty_row(1.35, friendly=True),
+    "gradient-1.15": thrifty_row(1.15, friendly=False, search=RHOS),
+    "gradient-1.35": thrifty_row(1.35, friendly=False),
+    "share-16": Method("SAM on 1/16 of the batch", partial(share, share=1 / 16), 0.4, passes=1.1),
+    "share-8": Method("SAM on 1/8 of the batch", partial(share, share=1 / 8), 0.4, RHOS, passes=1.2),
+    "share-4": Method("SAM on 1/4 of the batch", partial(share, share=1 / 4), 0.4, RHOS, passes=1.3),
+    "share-4-late": Method(
+        "SAM on 1/4 of the batch, the last 60 %", partial(share, share=1 / 4, last=0.6), 0.4, passes=1.2
     ),
-    "gradient-1.35": Method("thrifty SAM, 1.35, along the gradient", partial(thrifty, budget=1.35, friendly=False)),
-    "share-16": Method("SAM on 1/16 of the batch", partial(share, share=1 / 16)),
-    "share-8": Method("SAM on 1/8 of the batch", partial(share, share=1 / 8), searches=True),
-    "share-4": Method("SAM on 1/4 of the batch", partial(share, share=1 / 4), searches=True),
-    "share-4-late": Method("SAM on 1/4 of the batch, the last 60 %", partial(share, share=1 / 4, last=0.6)),
     "share-8-batch": Method(
-        "SAM on 1/8 of the batch, along the batch's gradient", partial(along_the_batch, share=1 / 8)
+        "SAM on 1/8 of the batch, along the batch's gradient", partial(along_the_batch, share=1 / 8), 0.4, passes=1.2
     ),
-    "groups-8": Method("SAM by eighths of the batch", partial(small_groups, groups=8), passes=2.1),
-    "seventh": Method("SAM, every seventh step", every_seventh),
-    "sam": Method("SAM", sam, searches=True, passes=2.1),
-    "ssam-f": Method("SSAM-F, half of the weights", partial(sparse, kind="fisher"), passes=2.1),
-    "ssam-d": Method("SSAM-D, half of the weights", partial(sparse, kind="dynamic"), passes=2.1),
+    "groups-8": Method("SAM by eighths of the batch", partial(small_groups, groups=8), 0.1, passes=2.2),
+    "seventh": Method("SAM, every seventh step", every_seventh, 0.4, passes=1.2),
+    "sam": Method("SAM", sam, 0.1, RHOS, passes=2.0),
+    "asam": Method("ASAM", partial(sam, adaptive=True), 1.0, ADAPTIVE_RHOS, passes=2.1),
+    "ssam-f": Method("SSAM-F, half of the weights", partial(sparse, kind="fisher"), 0.1, passes=2.1),
+    "ssam-d": Method("SSAM-D, half of the weights", partial(sparse, kind="dynamic"), 0.1, passes=2.1),
 }
-RHOS = (0.1, 0.2, 0.4, 0.8, 1.6)  # what a search tries

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import inf, nan
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -41,16 +42,19 @@ class Workbook:
         best = best_radii(found)
         self.rows: dict[Key, dict[int, dict[str, Any]]] = {}
         for result in found:
-            if not result["searched"] or result["rho"] == best.get((workload, result["method"])):
-                self.rows.setdefault((result["method"], result["searched"]), {})[result["seed"]] = result
+            name, rho = result["method"], result["rho"]
+            for searched, chosen in ((False, METHODS[name].rho), (True, best.get((workload, name), nan))):
+                if rho == chosen:
+                    self.rows.setdefault((name, searched), {})[result["seed"]] = result
 
     def score(self, key: Key, other: Key) -> Score | None:
         """Return the paired difference of two rows; None where they have no seed in common."""
         ours, others = self.rows.get(key, {}), self.rows.get(other, {})
         pairs = [(ours[seed]["test"]["last"], others[seed]["test"]["last"]) for seed in ours.keys() & others.keys()]
-        pairs = [(one, two) for one, two in pairs if one is not None and two is not None]
         if not pairs:
             return None
+        if any(one is None or two is None for one, two in pairs):  # a training diverged
+            return Score(-inf, (-inf, -inf), len(pairs))
         differences = [self.sign * (one - two) / 100 for one, two in pairs]
         found = Difference.of(differences, [0.0, 0.0])  # against a constant, Welch's t-test is the paired t-test
         return Score(found.value, found.interval, len(pairs))
@@ -70,6 +74,8 @@ class Workbook:
         whole, own = self.gain, self.score(key, ("base", False))
         if own is None or whole is None or whole.interval is None or whole.interval[0] <= 0:
             return NONE
+        if own.gain == -inf:
+            return "diverges"
         interval = ""
         if own.interval:
             low, high = (100 * end / whole.gain for end in own.interval)

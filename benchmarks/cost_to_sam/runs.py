@@ -6,6 +6,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from math import inf, isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from sparsam.runs.files import replace_file
 from sparsam.training.environment import describe_environment
 
-from .methods import METHODS, RHOS
+from .methods import METHODS
 from .training import train
 from .workloads import WORKLOADS
 
@@ -24,7 +25,7 @@ SEARCH_SEEDS, SEEDS = (0, 1), range(5)
 
 @dataclass(frozen=True)
 class Run:
-    """A run; with a radius of its own, or None: the method's."""
+    """A run; its radius is None where nothing is perturbed."""
 
     workload: str
     method: str
@@ -69,13 +70,7 @@ class Unit:
         environment = describe_environment(torch.device(device))
         result = train(self.run.workload, self.run.method, self.run.rho, self.run.seed, self.data)
         about = {"workload": self.run.workload, "method": self.run.method, "seed": self.run.seed}
-        content = {
-            **about,
-            **result,
-            "searched": self.run.rho is not None,
-            "source": source(),
-            "environment": environment,
-        }
+        content = {**about, **result, "source": source(), "environment": environment}
         path = options.output / self.run.file
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, json.dumps({**content, "ended": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"}, indent=1) + "\n")
@@ -87,26 +82,25 @@ def source() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.stem != "report")).hexdigest()[:16]
 
 
-def final_runs(searched: dict[tuple[str, str], float]) -> list[Run]:
-    """Return the runs of the table, seed by seed: each method in its one setting, then with the searched radius."""
+def final_runs(best: dict[tuple[str, str], float]) -> list[Run]:
+    """Return the runs of the table, seed by seed: each method in its one setting, and with its best radius."""
     return [
-        Run(workload, method, rho, seed)
+        Run(workload, name, rho, seed)
         for seed in SEEDS
         for workload in WORKLOADS
-        for method in METHODS
-        for rho in dict.fromkeys((None, searched.get((workload, method))))
+        for name, method in METHODS.items()
+        for rho in dict.fromkeys((method.rho, best.get((workload, name), method.rho)))
     ]
 
 
 def search_runs() -> list[Run]:
     """Return the runs that choose a radius."""
     return [
-        Run(workload, method, rho, seed)
+        Run(workload, name, rho, seed)
         for seed in SEARCH_SEEDS
         for workload in WORKLOADS
-        for method, way in METHODS.items()
-        if way.searches
-        for rho in RHOS
+        for name, method in METHODS.items()
+        for rho in method.search
     ]
 
 
@@ -122,16 +116,23 @@ def results(places: list[Path]) -> list[dict[str, Any]]:
 
 
 def best_radii(found: list[dict[str, Any]]) -> dict[tuple[str, str], float]:
-    """Return the radius with the best mean metric on validation data, for each workload and method."""
-    scores: dict[tuple[str, str], dict[float, list[float]]] = {}
-    for result in found:
-        if result["searched"] and result["seed"] in SEARCH_SEEDS:
-            value = result["validation"]["last"]
-            sign = -1 if WORKLOADS[result["workload"]].lower_is_better else 1
-            of_method = scores.setdefault((result["workload"], result["method"]), {})
-            of_method.setdefault(result["rho"], []).append(float("-inf") if value is None else sign * value)
-    return {
-        key: max(of_method, key=lambda rho: sum(of_method[rho]) / len(of_method[rho]))
-        for key, of_method in scores.items()
-        if all(len(values) == len(SEARCH_SEEDS) for values in of_method.values()) and len(of_method) == len(RHOS)
+    """Return the radius with the best mean metric on validation data, where a search is finished."""
+    values = {
+        (result["workload"], result["method"], result["rho"], result["seed"]): goodness(result) for result in found
     }
+    best = {}
+    for workload in WORKLOADS:
+        for name, method in METHODS.items():
+            means = {
+                rho: sum(values.get((workload, name, rho, seed), nan) for seed in SEARCH_SEEDS) for rho in method.search
+            }
+            if means and not any(isnan(mean) for mean in means.values()):
+                best[workload, name] = max(means, key=means.__getitem__)
+    return best
+
+
+def goodness(result: dict[str, Any]) -> float:
+    """Return the metric on validation data, positive is better; a training that diverged has the worst."""
+    value = result["validation"]["last"]
+    sign = -1 if WORKLOADS[result["workload"]].lower_is_better else 1
+    return -inf if value is None else sign * value

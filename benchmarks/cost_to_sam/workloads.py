@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -82,7 +83,7 @@ class Images(Workload):
         spoiled = torch.randperm(len(y), generator=generator)[: round(self.wrong * len(y))]
         y[spoiled] = (y[spoiled] + torch.randint(1, 10, (len(spoiled),), generator=generator)) % 10
         validation = part(data.train, order[self.images : self.images + 2000])
-        return Data((x, y), validation, part(data.test, shuffled(len(data.test))[: self.images]))
+        return Data((x, y), validation, part(data.test, shuffled(len(data.test))[:5000]))
 
 
 class SmallResNet(Images):
@@ -92,7 +93,7 @@ class SmallResNet(Images):
     base = torch.optim.SGD
     settings: ClassVar = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
     epochs = 30
-    minutes = 2.0
+    minutes = 1.6
 
     def network(self) -> nn.Module:
         return build_model("resnet-small", 10).to(memory_format=torch.channels_last)
@@ -105,7 +106,7 @@ class SmallViT(Images):
     base = torch.optim.AdamW
     settings: ClassVar = {"lr": 1e-3, "weight_decay": 0.05}
     epochs = 60
-    minutes = 2.2
+    minutes = 1.7
     warmup_epochs = 3
 
     def network(self) -> nn.Module:
@@ -113,22 +114,26 @@ class SmallViT(Images):
 
 
 class NoisyLabels(Images):
-    """A small CNN with SGD, and 40 % of its training labels wrong."""
+    """A plain CNN with SGD, and 40 % of its training labels wrong: it learns them by heart."""
 
     name = "noise"
     base = torch.optim.SGD
-    settings: ClassVar = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
-    epochs = 30
-    minutes = 1.2
+    settings: ClassVar = {"lr": 0.05, "momentum": 0.9, "weight_decay": 5e-4}
+    epochs = 20
+    minutes = 0.7
+    images = 4000
     wrong = 0.4
 
     def network(self) -> nn.Module:
-        def block(inputs: int, outputs: int) -> nn.Sequential:
+        def block(inputs: int, outputs: int) -> list[nn.Module]:
             convolution = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
-            return nn.Sequential(convolution, nn.BatchNorm2d(outputs), nn.ReLU(), nn.MaxPool2d(2))
+            return [convolution, nn.BatchNorm2d(outputs), nn.ReLU()]
 
-        head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(96, 10))
-        return nn.Sequential(block(3, 24), block(24, 48), block(48, 96), head).to(memory_format=torch.channels_last)
+        widths, layers = (3, 24, 64, 128, 128, 128), []
+        for i, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
+            layers += block(inputs, outputs) + ([nn.MaxPool2d(2)] if i < 3 else [])
+        head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10))
+        return nn.Sequential(*layers, *head).to(memory_format=torch.channels_last)
 
 
 class Forecast(Workload):
@@ -141,7 +146,7 @@ class Forecast(Workload):
     base = torch.optim.Adam
     settings: ClassVar = {"lr": 1e-3, "weight_decay": 0.0}
     epochs = 10
-    minutes = 0.5
+    minutes = 0.3
     batch_size = 64
     window, horizon = 512, 96
 
@@ -193,8 +198,8 @@ class Text(Workload):
     lower_is_better = True
     base = torch.optim.AdamW
     settings: ClassVar = {"lr": 2e-3, "weight_decay": 0.1}
-    epochs = 12
-    minutes = 1.6
+    epochs = 8
+    minutes = 0.9
     batch_size = 32
     warmup_epochs = 1
     context = 96
