@@ -18,8 +18,9 @@ COMMITTED = ROOT / "results"
 def planned(options, places):
     """Return what is to be trained: the search first, since the table needs its radii."""
     if options.smoke:
-        return [Run(workload, name, method.rho, 0) for workload in WORKLOADS for name, method in METHODS.items()]
-    runs = dict.fromkeys([*search_runs(), *final_runs(best_radii(results(places)))])
+        runs = [Run(workload, name, method.rho, 0) for workload in WORKLOADS for name, method in METHODS.items()]
+    else:
+        runs = dict.fromkeys([*search_runs(), *final_runs(best_radii(results(places)))])
     return [
         run
         for run in runs
@@ -30,9 +31,6 @@ def planned(options, places):
 def train(options):
     """Train what has no file yet."""
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes to come
-    if options.smoke:
-        for workload in WORKLOADS.values():
-            type(workload).epochs = 1
     places = [options.output, COMMITTED]
     left = missing(planned(options, places), places)
     units = [Unit(run, options.data.absolute()) for run in left]
@@ -78,7 +76,8 @@ def main():
         command.add_argument("--output", type=Path, default=Path("runs"), help="where runs are written")
     options = parser.parse_args()
     options.output = options.output.absolute()
-    sys.exit(options.run(options))
+    run = vars(options).pop("run")  # the processes get the options, and could not find this function
+    sys.exit(run(options))
 
 
 if __name__ == "__main__":

@@ -68,6 +68,8 @@ class Unit:
         """Train the run and write its file."""
         torch.set_num_threads(1)
         environment = describe_environment(torch.device(device))
+        if options.smoke:
+            type(WORKLOADS[self.run.workload]).epochs = 1
         result = train(self.run.workload, self.run.method, self.run.rho, self.run.seed, self.data)
         about = {"workload": self.run.workload, "method": self.run.method, "seed": self.run.seed}
         content = {**about, **result, "source": source(), "environment": environment}
