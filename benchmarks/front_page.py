@@ -8,7 +8,6 @@ To add a row, add an entry to METHODS. Methods without runs are left out.
 """
 
 import argparse
-import io
 import math
 import sys
 from dataclasses import dataclass
@@ -17,12 +16,12 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
+from pictures import THEMES, changed, draw
 
 from sparsam.data.shapes import SHAPES
 from sparsam.models import build_model
 from sparsam.replay.counting import PERTURBING, count_costs
 from sparsam.report.method import Statistic
-from sparsam.report.styles import COLOURS, style
 from sparsam.report.table import NONE, Cell, Table, spread
 from sparsam.report.text import markdown
 from sparsam.reproduce.comparison import Difference, compare, find_runs
@@ -32,7 +31,7 @@ from sparsam.thrifty import FRIENDLY
 ROOT = Path(__file__).parents[1]
 RUNS = ROOT / "results" / "cifar100-resnet18-200"
 README = ROOT / "README.md"
-PICTURES = {theme: ROOT / "docs" / "images" / f"accuracy-cost-{theme}.svg" for theme in ("light", "dark")}
+PICTURES = {theme: ROOT / "docs" / "images" / f"accuracy-cost-{theme}.svg" for theme in THEMES}
 START, END = "<!-- results: made by benchmarks/front_page.py -->\n", "<!-- end of results -->"
 
 SGD, SAM, SSAM_F = "SGD", "SAM", "SSAM-F, half of the weights"
@@ -57,12 +56,7 @@ COLUMNS = (
 DRAWN = {SGD: "SGD", AT_1_15: "budget 1.15", AT_1_35: "budget 1.35", SAM: "SAM"}  # the names in the picture
 ARROWS = {AT_1_15: 0.15, SAM: 0.04}  # methods with an arrow for the extra cost, and its height in the picture
 
-WIDTH, HEIGHT = 700, 360  # pixels
-# GitHub's fonts, and its colours of less important text and of borders.
-FONTS = "-apple-system, BlinkMacSystemFont, 'Segoe UI', 'Noto Sans', Helvetica, Arial, sans-serif"
-GREY = {"light": "#59636e", "dark": "#9198a1"}
-FAINT = {"light": "#d1d9e0", "dark": "#3d444d"}
-PAGE = {"light": "#ffffff", "dark": "#0d1117"}
+HEIGHT = 360  # of the picture, in pixels
 
 
 @dataclass(frozen=True)
@@ -93,10 +87,6 @@ class Measured:
         """The 95 % interval of the mean accuracy. With a single seed, both ends are that seed's accuracy."""
         constant = [0.0, 0.0]  # against a constant, Welch's t-test is the t-test of a single mean
         return Difference.of(self.accuracies, constant).interval or (self.mean, self.mean)
-
-    def colour(self, theme):
-        """Return the colour of the method on a light or a dark page."""
-        return COLOURS[style(self.method).colour][theme == "dark"]
 
 
 def measure(methods=METHODS):
@@ -161,54 +151,46 @@ def _difference(method, other):
 
 def picture(methods, theme):
     """Return the picture as SVG: accuracy against cost, for a light or a dark page."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    ink, grey, faint = COLOURS["ink"][theme == "dark"], GREY[theme], FAINT[theme]
     points = [method for method in methods if method.name in DRAWN]
+    return draw(theme, HEIGHT, partial(_draw, points=points))
+
+
+def _draw(picture, points):
     low, high = (end(bound for point in points for bound in point.interval) for end in (min, max))
     seeds = " or ".join(map(str, sorted({len(point.accuracies) for point in points})))
-    with mpl.rc_context({"svg.hashsalt": theme, "svg.fonttype": "none", "font.family": "DejaVu Sans", "font.size": 14}):
-        figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), facecolor=PAGE[theme])
-        axes = figure.add_axes((0.05, 0.15, 0.93, 0.75), facecolor=PAGE[theme])
-        axes.set_title(
-            f"Thrifty SAM, ResNet-18, CIFAR-100: test accuracy in %, mean of {seeds} seeds, 95 % interval",
-            color=grey,
-            loc="left",
-            size=14,
-        )
-        axes.set_xlabel("Counted cost of the training, × SGD", color=grey)
-        axes.set(xlim=(0.94, 2.06), ylim=(low - 0.68 * (high - low), high + 0.08 * (high - low)))
-        axes.set_xticks([point.cost for point in points], [f"{point.cost:.2f}" for point in points])
-        axes.set_yticks(range(math.ceil(low), math.ceil(high)))
-        axes.tick_params(colors=grey, length=0, pad=6)
-        axes.spines[:].set_visible(False)
-        axes.spines["bottom"].set(visible=True, color=faint)
+    axes = picture.axes((0.05, 0.15, 0.93, 0.75))
+    axes.set_title(
+        f"Thrifty SAM, ResNet-18, CIFAR-100: test accuracy in %, mean of {seeds} seeds, 95 % interval",
+        color=picture.grey,
+        loc="left",
+        size=14,
+    )
+    axes.set_xlabel("Counted cost of the training, × SGD", color=picture.grey)
+    axes.set(xlim=(0.94, 2.06), ylim=(low - 0.68 * (high - low), high + 0.08 * (high - low)))
+    axes.set_xticks([point.cost for point in points], [f"{point.cost:.2f}" for point in points])
+    axes.set_yticks(range(math.ceil(low), math.ceil(high)))
+    axes.spines["bottom"].set(visible=True, color=picture.faint)
 
-        # Draw each mean with its interval, and the levels of SGD and SAM as lines. Names are below the intervals.
-        write = partial(axes.annotate, textcoords="offset points", ha="center", color=ink)
-        for point in points:
-            (lower, upper), colour = point.interval, point.colour(theme)
-            if point.name in (SGD, SAM):
-                axes.axhline(point.mean, color=colour, linewidth=1, dashes=(4, 4), alpha=0.6, zorder=0)
-            axes.plot([point.cost, point.cost], [lower, upper], color=colour, linewidth=2.5)
-            axes.plot(point.cost, point.mean, "o", color=colour, markersize=10)
-            write(DRAWN[point.name], (point.cost, lower), (0, -6), va="top", weight="bold")
-            write(f"{point.mean:.2f}", (point.cost, lower), (0, -24), va="top")
+    # Draw each mean with its interval, and the levels of SGD and SAM as lines. Names are below the intervals.
+    write = partial(axes.annotate, textcoords="offset points", ha="center", color=picture.ink)
+    for point in points:
+        (lower, upper), colour = point.interval, picture.colour(point.method)
+        if point.name in (SGD, SAM):
+            axes.axhline(point.mean, color=colour, linewidth=1, dashes=(4, 4), alpha=0.6, zorder=0)
+        axes.plot([point.cost, point.cost], [lower, upper], color=colour, linewidth=2.5)
+        axes.plot(point.cost, point.mean, "o", color=colour, markersize=10)
+        write(DRAWN[point.name], (point.cost, lower), (0, -6), va="top", weight="bold")
+        write(f"{point.mean:.2f}", (point.cost, lower), (0, -24), va="top")
 
-        # Draw the extra cost as arrows from SGD.
-        place = axes.get_xaxis_transform()
-        for point in points:
-            if height := ARROWS.get(point.name):
-                line = {"arrowstyle": "-|>", "color": point.colour(theme), "linewidth": 2, "mutation_scale": 16}
-                ends = (point.cost, height), (1, height)
-                axes.annotate("", *ends, place, place, arrowprops={**line, "shrinkA": 0, "shrinkB": 0})
-                middle = ((1 + point.cost) / 2, height)
-                write(f"+{100 * (point.cost - 1):.0f} % cost", middle, (0, 6), xycoords=place, size=13)
-
-        file = io.StringIO()
-        figure.savefig(file, format="svg", metadata={"Creator": None, "Date": None})
-    return file.getvalue().replace("'DejaVu Sans'", FONTS)
+    # Draw the extra cost as arrows from SGD.
+    place = axes.get_xaxis_transform()
+    for point in points:
+        if height := ARROWS.get(point.name):
+            line = {"arrowstyle": "-|>", "color": picture.colour(point.method), "linewidth": 2, "mutation_scale": 16}
+            ends = (point.cost, height), (1, height)
+            axes.annotate("", *ends, place, place, arrowprops={**line, "shrinkA": 0, "shrinkB": 0})
+            middle = ((1 + point.cost) / 2, height)
+            write(f"+{100 * (point.cost - 1):.0f} % cost", middle, (0, 6), xycoords=place, size=13)
 
 
 def readme(page, methods):
@@ -228,8 +210,7 @@ def files(methods):
 
 def outdated(methods):
     """Return the files that would change."""
-    texts = files(methods)
-    return [path for path in texts if not path.is_file() or path.read_text(encoding="utf-8") != texts[path]]
+    return changed(files(methods))
 
 
 def main():
