@@ -5,9 +5,13 @@ import os
 import sys
 from pathlib import Path
 
+from pictures import changed
 from processes import Slots, run_all
 
+from sparsam.runs.files import replace_file
+
 from .methods import METHODS
+from .report import files
 from .runs import Run, Unit, best_radii, final_runs, missing, results, search_runs
 from .workloads import WORKLOADS
 
@@ -47,10 +51,16 @@ def train(options):
 
 
 def report(options):
-    """Print the table and draw the picture."""
-    from .report import write
-
-    write(results([options.output, COMMITTED]), options.picture)
+    """Write the page and the picture, or only say which of them would change."""
+    texts = files(results([*filter(None, [options.output]), COMMITTED]), ROOT)
+    if options.check:
+        names = [str(path.relative_to(ROOT)) for path in changed(texts)]
+        if names:
+            sys.exit(f"not up to date: {', '.join(names)}; run python -m cost_to_sam report")
+        return 0
+    for path, text in texts.items():
+        replace_file(path, text)
+        print(path.relative_to(ROOT))
     return 0
 
 
@@ -69,13 +79,13 @@ def main():
     )
     training.add_argument("--list", action="store_true", help="say how much is left, and train nothing")
     training.add_argument("--smoke", action="store_true", help="one epoch of each method and workload")
-    reporting = commands.add_parser("report", help="print the table and draw the picture")
+    training.add_argument("--output", type=Path, default=Path("runs"), help="where runs are written")
+    reporting = commands.add_parser("report", help="write results/cost-to-sam/README.md and the picture")
     reporting.set_defaults(run=report)
-    reporting.add_argument("--picture", type=Path, default=ROOT / "docs" / "images" / "cost-to-sam.svg")
-    for command in (training, reporting):
-        command.add_argument("--output", type=Path, default=Path("runs"), help="where runs are written")
+    reporting.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file would change")
+    reporting.add_argument("--output", type=Path, help="a folder whose runs are read too, beside those in results/")
     options = parser.parse_args()
-    options.output = options.output.absolute()
+    options.output = options.output and options.output.absolute()
     run = vars(options).pop("run")  # the processes get the options, and could not find this function
     sys.exit(run(options))
 
