@@ -218,8 +218,8 @@ def show(recipe: Recipe, images: Images, costs: Costs, device: torch.device, bud
     base = f"torch.optim.{BASE_METHODS[recipe.optimizer.name]}"
     console.print(f"  thrifty(model, {base}, x, total_steps=..., budget={budget:g}, lr=...)", soft_wrap=True)
     console.print(
-        f"SSAM-C perturbs it in every step, at {of_sam[choice.cut]:.2f} base steps each, and computes nothing before "
-        f"the cut twice:"
+        f"SSAM-C perturbs it in every step, at {of_sam[str(choice.cut)]:.2f} base steps each, and computes nothing "
+        f"before the cut twice:"
     )
     console.print(f'  SuffixMask(model, cut="{choice.cut}")', soft_wrap=True)
 
