@@ -409,8 +409,8 @@ def _in_full(counts: Counts, choice: Choice) -> str:
     """Say what the rest of a run costs if its second passes do not start at the cut, and how to keep the budget."""
     skipped = next(counts.skipped(c) for c in counts.cuts if c.name == choice.cut)
     whole = _Price(choice.step_cost + skipped)
-    fraction = whole.bought(choice.cost, choice.total_steps) / choice.total_steps
-    other = f", or fraction={fraction:.3g}" if fraction else ""
+    fraction = math.floor(1e4 * whole.bought(choice.cost, choice.total_steps) / choice.total_steps) / 1e4
+    other = f", or fraction={fraction:g}" if fraction else ""
     source = "step_cost says" if choice.measured else "thrifty counted"
     return (
         f"Each step of the rest of the run then costs {whole.step:.2f} base steps, where {source} "
