@@ -19,16 +19,12 @@ from sparsam.cli.analysis import Device, find_device
 from sparsam.cli.console import plain_console
 from sparsam.data.shapes import SHAPES, Images
 from sparsam.errors import UserValueError
-from sparsam.replay import Counts, Cut
-from sparsam.replay.clock import Clock
-from sparsam.replay.costs import TIMINGS, Direction, cut_costs
-from sparsam.replay.counting import count_costs
-from sparsam.replay.cuts import PASSES
+from sparsam.replay import Counts, count_costs
 from sparsam.runs.build import build_loss, build_network, usual_images
 from sparsam.runs.config import BASE_METHODS
 from sparsam.runs.library import packaged_recipes
 from sparsam.runs.recipe import Recipe, load_recipe, recipe_from
-from sparsam.step_cost import StepRatio
+from sparsam.step_cost import PASSES, TIMINGS, Clock, Cut, Direction, StepRatio, cut_costs
 from sparsam.thrifty import BUDGET, FRIENDLY, bought, check_budget, choose
 from sparsam.training.build import build_base
 from sparsam.training.environment import processor
