@@ -206,7 +206,7 @@ def show(recipe: Recipe, images: Images, costs: Costs, device: torch.device, bud
             f"fraction meets the budget of {budget:g}:"
         )
         console.print(*different, sep="\n")
-        console.print("Thrifty keeps to what is counted, unless cut and fraction are given.")
+        console.print("Thrifty keeps to what is counted, unless step_cost is given: thrifty(..., step_cost=...).")
     console.print(
         f"With a budget of {budget:g} base steps thrifty SAM perturbs what follows {choice.cut}, "
         f"{100 * choice.weights:.3g} % of the weights, in the last {100 * choice.fraction:.3g} % of the steps:"
