@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sparsam import SAM, thrifty
 from sparsam.replay import counting
+from sparsam.sam.without_closure import run_passes
 
 TOTAL, BUDGET, CUT, SIZE = 40, 1.3, "3", 16
 SAMPLES = 32
@@ -145,7 +146,8 @@ def test_a_warning_says_what_the_rest_of_the_run_costs(products_only, way):
         steps = operations(IN_FULL[way], model, x, opt)
     (text,) = {str(w.message) for w in caught}
     costs = re.search(
-        r"Each step of the rest of the run then costs (\S+) base steps, where thrifty counted (\S+)\. ", text
+        r"Each sharpness-aware step of the rest of the run then costs (\S+) base steps, where thrifty counted (\S+)\. ",
+        text,
     )
     assert [float(cost) for cost in costs.groups()] == [2.0, 1.5]
     assert set(steps[opt.schedule.first :]) == {2 * PASS}
@@ -157,6 +159,34 @@ def test_a_warning_says_what_the_rest_of_the_run_costs(products_only, way):
     with pytest.warns(UserWarning, match="the second pass is computed in full"):
         steps = operations(IN_FULL[way], model, x, opt)
     assert sum(steps) <= cost * TOTAL * PASS < sum(steps) + PASS
+
+
+def one_trainer_step(model, x, opt) -> None:
+    run_passes(opt, lambda: model(x).square().mean().backward())
+    opt.step()
+
+
+def first_step_always(model, x, opt) -> None:
+    for half in (opt.first_step, opt.second_step):
+        opt.zero_grad()
+        model(x).square().mean().backward()
+        half()
+
+
+@pytest.mark.parametrize("take", [one_trainer_step, first_step_always])
+def test_a_loop_that_is_seen_to_step_without_a_closure_is_warned_before_the_budget_is_spent(take):
+    model, x = network(), batch()
+    opt = build(model, x, cut=CUT)
+    with pytest.warns(
+        UserWarning,
+        match=r"only step\(closure\) .* Each sharpness-aware step of the rest of the run then costs 1\.93 base",
+    ):
+        take(model, x, opt)
+    assert opt.steps == 1 < opt.schedule.first
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(TOTAL - 1):
+            take(model, x, opt)
 
 
 def train_in_rank(rank: int, kind: str, whole_passes: bool) -> tuple:

@@ -413,7 +413,7 @@ def _in_full(counts: Counts, choice: Choice) -> str:
     other = f", or fraction={fraction:g}" if fraction else ""
     source = "step_cost says" if choice.measured else "thrifty counted"
     return (
-        f"Each step of the rest of the run then costs {whole.step:.2f} base steps, where {source} "
+        f"Each sharpness-aware step of the rest of the run then costs {whole.step:.2f} base steps, where {source} "
         f"{choice.step_cost:.2f}. To keep the training at {choice.cost:.2f} base steps, give thrifty "
         f"whole_passes=True{other}"
     )
