@@ -117,6 +117,16 @@ def test_a_training_computes_what_the_choice_says(products_only):
     assert opt.choice.step_cost == 1.5
 
 
+def test_a_cut_before_a_product_saves_the_gradient_of_its_input(products_only):
+    """The first pass does not compute it. It is counted all the same."""
+    model, x = nn.Sequential(*(nn.Linear(SIZE, SIZE) for _ in range(6))), batch()
+    opt = build(model, x, cut=CUT)
+    steps = operations(plain_loop, model, x, opt)
+    whole = PASS - LAYER  # the batch needs no gradient
+    aware = TOTAL - opt.schedule.first
+    assert sum(steps) == pytest.approx(opt.choice.cost * TOTAL * whole - aware * LAYER, rel=1e-12)
+
+
 def test_one_more_step_would_miss_the_budget(products_only):
     model, x = network(), batch()
     opt = build(model, x, cut=CUT)

@@ -11,7 +11,8 @@ perturbing p. From a cut whose suffix does F', E' and has W' weights, a sharpnes
 c = 2000, b = 8 and p = 7 were chosen so that the cost agrees with the step times of ResNet-18 and WRN-28-10 in
 `results/ssam-c` (H200, bf16, batch 128, CUDA graph). It is within 0.04 of them, and 0.03 short from the head on, where
 starting kernels takes longest. FLOPs alone are off by 0.09 and 0.10 from the first stage on, because early layers have
-few FLOPs and large activations. On other devices c is another number: `sparsam cuts` shows both costs.
+few FLOPs and large activations. F' has the gradient of the cut's input, which the first pass leaves out. On other
+devices c is another number: `sparsam cuts` shows both costs.
 """
 
 from __future__ import annotations
