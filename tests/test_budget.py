@@ -171,6 +171,14 @@ def test_a_warning_says_what_the_rest_of_the_run_costs(products_only, way):
     assert sum(steps) <= cost * TOTAL * PASS < sum(steps) + PASS
 
 
+def test_a_measured_cost_grows_in_whole_passes_by_what_is_skipped(products_only):
+    """Half of a pass is, at the cut in the middle."""
+    model, x = network(), batch()
+    opt = build(model, x, cut=CUT, step_cost=1.7)
+    with pytest.warns(UserWarning, match=r"then costs 2\.20 base steps, where step_cost says 1\.70\. "):
+        operations(two_steps, model, x, opt)
+
+
 def one_trainer_step(model, x, opt) -> None:
     run_passes(opt, lambda: model(x).square().mean().backward())
     opt.step()

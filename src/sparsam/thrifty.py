@@ -120,7 +120,7 @@ def thrifty(
     r"""Build the SAM that a budget allows: plain steps first, then F-SAM behind a cut.
 
     It has a concrete `SuffixMask`, `FriendlyAscent` and `LastSteps`: the same model, batch and budget give the same
-    ones on every machine. What was chosen is in `choice`, in the repr, and in a logging message. It is made once, here:
+    ones on every machine. With `whole_passes=True` it has no mask. What was chosen is in `choice`, in the repr, and in a logging message. It is made once, here:
     the model runs twice on the example, and nothing of it moves.
 
     Args:
@@ -245,7 +245,7 @@ class _Price(NamedTuple):
     """What sharpness-aware steps cost, in base steps."""
 
     step: float  # of each
-    proofs: tuple[float, ...] = ()  # what the first ones cost beside
+    proofs: tuple[float, ...] = ()  # the extra costs of the first ones
 
     def mean(self, steps: int, total: int) -> float:
         """Return the mean cost of all steps of a training, if so many are sharpness-aware."""

@@ -99,10 +99,10 @@ class Counts(NamedTuple):
         return 1 + self._in_base_steps(cut.after, perturbing * round(cut.weights * self.weights))
 
     def proofs(self, cut: CountedCut, *, distributed: bool) -> tuple[float, float]:
-        """Return what the first two sharpness-aware steps from a cut cost beside, in base steps: they prove it.
+        """Return the extra costs of the first two sharpness-aware steps from a cut, in base steps: they prove the cut.
 
-        The first is computed in full, and a pass that ends at the cut beside it. The second runs a whole pass beside
-        one from the cut. In a DistributedDataParallel both run a further whole pass, alone or with the other processes.
+        The first step runs two whole passes, and a pass that ends at the cut. The second step runs a whole pass beside
+        the pass from the cut. In a DistributedDataParallel each runs one more whole pass.
         """
         passes = 2 if distributed else 1
         second = passes * self._in_base_steps(self.whole)
