@@ -120,8 +120,8 @@ def thrifty(
     r"""Build the SAM that a budget allows: plain steps first, then F-SAM behind a cut.
 
     It has a concrete `SuffixMask`, `FriendlyAscent` and `LastSteps`: the same model, batch and budget give the same
-    ones on every machine. With `whole_passes=True` it has no mask. What was chosen is in `choice`, in the repr, and in a logging message. It is made once, here:
-    the model runs twice on the example, and nothing of it moves.
+    ones on every machine. With `whole_passes=True` it has no mask. What was chosen is in `choice`, in the repr, and in
+    a logging message. It is made once, here: the model runs twice on the example, and nothing of it moves.
 
     Args:
         model: The network; in distributed training the DistributedDataParallel around it.
