@@ -63,6 +63,7 @@ class ReplayedPasses(Passes):
         shared = self._inventory if model is not None and unwrap(model) is unwrap(network) else None
         self.replay, self.replicas = Replay(network, cut, shared), replicas
         self.known: Mapping[Tensor, bool] = {}  # whether a parameter lies before the cut, as far as a pass has shown
+        self._looked = False  # whether a base step without a closure was seen
         self._is_alone = False  # whether the latest first pass has exchanged no gradients
         self._prefix: list[bool] = []  # which of the optimizer's parameters lie before the cut
         self._skipped: Iterable[nn.Module] = ()
@@ -117,8 +118,10 @@ class ReplayedPasses(Passes):
 
     def without_closure(self, params: Sequence[Tensor]) -> None:
         """Say in a base step already that nothing will be replayed, unless the first pass has more to say."""
-        if self.known and not self.replay.warned and not self._unknown(params):
-            self.replay.warn_two_step()
+        if self.known and not self._looked:
+            self._looked = True  # once: walking a model takes time
+            if not self._unknown(params):
+                self.replay.warn_two_step()
 
     def in_scope(self, params: Sequence[Tensor]) -> list[bool]:
         """Return for each parameter whether it lies in the suffix."""

@@ -90,7 +90,7 @@ class Replay:
         self._sharded = False  # as the latest first pass found the model
         self._by_name: dict[str, nn.Parameter] = {}  # the parameters of a sharded model, between passes
         self.consequence = ""  # of second passes that are computed in full, in words: a part of the warning
-        self.warned = False
+        self._warned = False
         if self.distributed and self.wrapper.static_graph:
             self._off = "DistributedDataParallel(static_graph=True) allows one way through the graph only"
 
@@ -326,15 +326,15 @@ class Replay:
         self.settled = None
 
     def _warn(self, reason: str | None, *, exact: bool = True) -> None:
-        if reason and not self.warned:
-            self.warned = True
+        if reason and not self._warned:
+            self._warned = True
             how = "exact but slower" if exact else "and is no repetition of the first"
             self._say(f"the second pass is computed in full, {how}: {reason}")
 
     def warn_by_order(self, parameters: str) -> None:
         """Say that it is not seen which parameters follow the cut, and why."""
-        if not self.warned:
-            self.warned = True
+        if not self._warned:
+            self._warned = True
             reason = self._off or (UNSEEN if self.recording is None else self._obstacle(self.recording, ()))
             self._say(
                 f"the second pass is computed in full, and which {parameters} follow {self.cut!r} is not seen: those "
