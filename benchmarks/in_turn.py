@@ -6,7 +6,8 @@ import platform
 import torch
 
 import sparsam
-from sparsam.replay.clock import Clock
+from sparsam import step_cost
+from sparsam.step_cost import Clock
 from sparsam.training.environment import git_commit, processor
 
 
@@ -19,15 +20,8 @@ def times_in_turn(steps, *, rounds, count, device):
         count: How many steps each takes in its turn.
         device: Where.
     """
-    clock, times = Clock(device), {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            clock.prepare()
-            start = clock.now()
-            for _ in range(count):
-                step()
-            times[name].append(1000 * clock.between(start, clock.now()) / count)
-    return times
+    times = step_cost.times_in_turn([*steps.values()], rounds=rounds, clock=Clock(device), count=count)
+    return {name: [1000 * seconds for seconds in found] for name, found in zip(steps, times, strict=True)}
 
 
 def machine(device):

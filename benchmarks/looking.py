@@ -21,7 +21,7 @@ from sparsam.analysis.kernels import kernels
 from sparsam.analysis.landscape import fused_batch, joined
 from sparsam.analysis.objective import Objective
 from sparsam.models import build_model
-from sparsam.replay.clock import Clock
+from sparsam.step_cost import Clock
 
 
 def works(model, data, batch_size, device):

@@ -15,8 +15,7 @@ import torch
 from in_turn import machine, write
 
 from sparsam.perturbation import perturb, restore
-from sparsam.replay.clock import Clock
-from sparsam.step_cost import StepRatio
+from sparsam.step_cost import Clock, StepRatio
 
 RHO = 0.05
 CASES = {"all weights": (False, False), "half of them, at random": (True, False), "adaptive": (False, True)}

@@ -82,7 +82,7 @@ def run_block(block: str) -> None:
         "loss_fn": F.cross_entropy,
         "dataset": t.dataset,
         "loader": DataLoader(t.dataset, batch_size=64),
-        "epochs": 2,
+        "epochs": 4,
         "opt": opt,
         "x": t.x,
         "y": t.y,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
 from replay_models import CASES, closure_of, differences, snapshot
 
-from sparsam import SAM, FriendlyAscent, LastSteps, StepRatio, SuffixMask, measure_cost
-from sparsam.replay.clock import Clock
-from sparsam.step_cost import WARM_UP
+from sparsam import SAM, FriendlyAscent, LastSteps, StepRatio, SuffixMask, measure_cost, thrifty
+from sparsam.step_cost import WARM_UP, Clock
 
 BASE = {"lr": 0.05, "momentum": 0.9}
 
@@ -57,6 +57,24 @@ def test_the_ratio_of_each_round_counts_and_base_steps_are_plain_ones():
     cost = measure_cost(model, closure, opt, rounds=4, clock=clock)
     assert cost == StepRatio(median=pytest.approx(1.55), low=pytest.approx(1.475), high=pytest.approx(3.45), rounds=4)
     assert clock.called == [1, 3, 1, 3, 1, 2] + [1, 2] * 4  # the first two on a path prove it
+
+
+@pytest.mark.parametrize(("seconds", "argument"), [(1.618, "1.62"), (0.98, "1.00")])
+def test_printed_the_cost_of_a_thrifty_optimizer_names_the_argument_that_spends_the_budget_by_it(seconds, argument):
+    model, opt, closure, calls = build()
+    script = [1.0, seconds] * (WARM_UP + 2)
+    assert "thrifty" not in str(measure_cost(model, closure, opt, rounds=2, clock=Script(script, calls)))
+    batch = CASES["vgg"].batch()
+    for whole_passes in (False, True):
+        given = {"total_steps": 100, "budget": 1.3, "whole_passes": whole_passes}
+        opt = thrifty(model, opt.base_optimizer, batch[0], **given)
+        passes = closure_of(model, opt.zero_grad, batch)
+        cost = measure_cost(model, passes, opt, rounds=2, clock=Script(script, calls))
+        line = re.fullmatch(r"\d\.\d\d base steps \(.*\); thrifty\(\.\.\., step_cost=(\S+)\) spends .*", str(cost))[1]
+        assert line == argument
+        choice = thrifty(model, opt.base_optimizer, batch[0], step_cost=float(line), **given).choice
+        assert (choice.cut, choice.measured) == (opt.choice.cut, True)
+        assert choice.cost <= 1.3
 
 
 def tensors(value, path=""):

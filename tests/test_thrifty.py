@@ -40,6 +40,8 @@ def counts(**after: tuple[float, float]) -> Counts:
     return Counts(Work(whole), weights, cuts, {})
 
 
+PASS = FRIENDLY / (FRIENDLY + STEPPING)  # a whole pass of these models, in base steps; a proof takes two
+
 MADE_UP = counts(a=(2.0, 1.0), b=(1.6, 0.9), c=(1.2, 0.5), d=(1.02, 0.01))
 
 
@@ -57,21 +59,84 @@ CHOSEN = {
     "more than everything": ({"budget": 2.5}, ("a", 1.0)),
     "a cut": ({"budget": 1.15, "cut": "a"}, ("a", 0.15)),
     "a late cut": ({"budget": 1.15, "cut": "d"}, ("d", 1.0)),
-    "a fraction": ({"budget": 1.15, "fraction": 0.15}, ("a", 0.15)),
+    "a fraction": ({"budget": 1.15, "fraction": 0.1498}, ("a", 0.1498)),
+    "a fraction that leaves nothing for proofs": ({"budget": 1.15, "fraction": 0.15}, ("b", 0.15)),
     "a larger fraction": ({"budget": 1.15, "fraction": 0.2}, ("b", 0.2)),
     "both, whatever the budget": ({"budget": 1.001, "cut": "a", "fraction": 0.9}, ("a", 0.9)),
 }
+TOTAL = 10_000
 
 
 @pytest.mark.parametrize("name", CHOSEN)
 def test_what_is_chosen(name):
     arguments, (cut, fraction) = CHOSEN[name]
-    choice = choose(MADE_UP, total_steps=10_000, **arguments)
-    assert (choice.cut, choice.fraction) == (cut, pytest.approx(fraction))
+    choice = choose(MADE_UP, total_steps=TOTAL, **arguments)
     costs = {c.name: cost for c, cost in MADE_UP.costs(FRIENDLY).items()}
-    assert choice.cost == pytest.approx(1 + fraction * (costs[cut] - 1))
-    if "fraction" not in arguments:
+    assert (choice.cut, choice.step_cost, choice.measured) == (cut, costs[cut], False)
+    assert choice.cost == pytest.approx(1 + choice.fraction * (costs[cut] - 1) + 2 * PASS / TOTAL)
+    if "fraction" in arguments:
+        assert choice.fraction == fraction
+    else:  # proofs take the place of some steps
+        fewer = 0 if fraction == 1 else 2 * PASS / (costs[cut] - 1)
+        assert fraction * TOTAL - fewer - 1 < choice.fraction * TOTAL <= fraction * TOTAL - fewer + 1e-6
         assert choice.cost <= arguments["budget"] + 1e-9
+
+
+def test_the_number_of_steps_follows_from_a_measured_cost_and_the_cut_from_the_counted_ones():
+    for step_cost in (1.0, 1.3, 1.6, 1.9, 2.5):
+        choice = choose(MADE_UP, total_steps=TOTAL, budget=1.15, step_cost=step_cost)
+        steps = TOTAL if step_cost == 1 else math.floor((0.15 * TOTAL - 2 * PASS) / (step_cost - 1))
+        assert (choice.cut, round(choice.fraction * TOTAL)) == ("b", steps)
+        assert choice.cost == pytest.approx(1 + (steps * (step_cost - 1) + 2 * PASS) / TOTAL)
+        assert (choice.step_cost, choice.measured) == (step_cost, True)
+        assert str(choice).endswith(f"{choice.cost:.2f} base steps, by step_cost={step_cost:g}")
+
+
+def test_a_measured_cost_beside_a_fraction_only_says_what_it_costs():
+    choice = choose(MADE_UP, total_steps=TOTAL, cut="a", fraction=0.3, step_cost=2.4)
+    assert (choice.fraction, choice.cost) == (0.3, pytest.approx(1 + 0.3 * 1.4 + 2 * PASS / TOTAL))
+    with pytest.raises(
+        ValueError, match=r"budget must be at least 1\.3\d* for the last 20 % of the steps, even from 'b'"
+    ):
+        choose(MADE_UP, total_steps=TOTAL, fraction=0.2, step_cost=2.9)  # the cut is not named, so the budget counts
+
+
+def test_whole_passes_perturb_everything_and_prove_nothing():
+    weights, whole = MADE_UP.weights, MADE_UP.whole
+    step = 1 + (whole.flops + ELEMENT * FRIENDLY * weights) / (whole.flops + ELEMENT * STEPPING * weights)
+    for step_cost in (None, 2.5):
+        choice = choose(MADE_UP, total_steps=TOTAL, whole_passes=True, step_cost=step_cost)
+        cost = step_cost or step
+        steps = math.floor(0.15 * TOTAL / (cost - 1))
+        assert (choice.cut, choice.weights, choice.step_cost) == (None, 1.0, pytest.approx(cost))
+        assert (round(choice.fraction * TOTAL), choice.cost) == (steps, pytest.approx(1 + steps * (cost - 1) / TOTAL))
+        assert str(choice).startswith(f"all weights in whole passes, in the last {100 * choice.fraction:.3g} % of ")
+    assert choose(counts(), total_steps=TOTAL, whole_passes=True).cut is None  # a model without a cut
+    assert choose(MADE_UP, total_steps=TOTAL, whole_passes=True, fraction=0.9).fraction == 0.9
+    with pytest.raises(
+        ValueError, match="cut must be None with whole_passes=True, which perturbs all weights, but is 'a'"
+    ):
+        choose(MADE_UP, total_steps=TOTAL, whole_passes=True, cut="a")
+
+
+def test_proofs_in_a_distributed_model_take_twice_the_passes():
+    alone, distributed = (
+        choose(MADE_UP, total_steps=TOTAL, cut="b", fraction=0.5, distributed=d) for d in (False, True)
+    )
+    assert distributed.cost - alone.cost == pytest.approx(2 * PASS / TOTAL)
+
+
+@pytest.mark.parametrize("total_steps", [1, 2, 3, 4])
+def test_a_single_step_has_a_single_proof(total_steps):
+    """From b a step costs 1.6, and a proof a pass: one step is bought by 0.6 + PASS, and two by twice as much."""
+    one = 1 + (0.6 + PASS) / total_steps
+    for budget, steps in ((one - 0.001, 0), (one + 0.001, 1), (2 * one - 1.001, 1), (2 * one - 0.999, 2)):
+        if steps:
+            choice = choose(MADE_UP, total_steps=total_steps, budget=budget, cut="b")
+            assert round(choice.fraction * total_steps) == min(steps, total_steps)
+        else:
+            with pytest.raises(ValueError, match="budget must be at least"):
+                choose(MADE_UP, total_steps=total_steps, budget=budget, cut="b")
 
 
 def test_steps_are_whole_and_never_cost_more():
@@ -89,9 +154,9 @@ def test_steps_are_whole_and_never_cost_more():
 
 @pytest.mark.parametrize("total_steps", [10, 33, 1000])
 def test_a_named_fraction_costs_no_more_than_the_budget(total_steps):
-    """0.241 of 10 steps are 3, which b, at 1.6 a step, has for 1.18."""
+    """0.241 of 10 steps are 3, which d, at 1.02 a step, has for 1.006, and its proofs for 0.124."""
     choice = choose(MADE_UP, total_steps=total_steps, budget=1.15, fraction=0.241)
-    assert choice.cut == ("c" if total_steps == 10 else "b")
+    assert choice.cut == {10: "d", 33: "c", 1000: "b"}[total_steps]
     assert choice.cost <= 1.15 + 1e-9
 
 
@@ -108,10 +173,11 @@ def test_late_cuts_only_where_there_is_nothing_else():
 def test_the_least_budget_is_that_of_a_cut_that_would_be_chosen():
     costs = counts(a=(1.9, 0.5), b=(1.4, 0.2), head=(1.01, 0.04))
     with pytest.raises(
-        ValueError, match=r"at least 1.08 to buy one of 5 steps from 'b' on, but is 1.07; it buys one of 6 "
+        ValueError, match=r"at least 1.2039 to buy one of 5 steps from 'b' on, but is 1.17; it buys one of 6 "
     ):
-        choose(costs, total_steps=5, budget=1.07)
-    assert choose(costs, total_steps=5, budget=1.08).cut == "b"
+        choose(costs, total_steps=5, budget=1.17)
+    assert choose(costs, total_steps=5, budget=1.2039).cut == "b"
+    assert choose(costs, total_steps=6, budget=1.17).cut == "b"
 
 
 def test_of_cuts_with_the_same_weights_the_cheapest_is_taken():
@@ -123,9 +189,8 @@ def test_of_cuts_with_the_same_weights_the_cheapest_is_taken():
 ABOVE_ONE = "budget must be a number above 1, what the base optimizer alone costs, but is "
 NO_CUT = (
     "model has no cut, so no part of a sharpness-aware step could be left out. If it is compiled as a whole, compile its "
-    "blocks instead: `for block in model.blocks: block.compile()`. Otherwise perturb all weights, in fewer steps: "
-    "SAM(model.parameters(), ..., ascent=FriendlyAscent(), schedule=LastSteps(0.12, total_steps), model=model) costs about "
-    "1.15 base steps"
+    "blocks instead: `for block in model.blocks: block.compile()`. Otherwise give whole_passes=True, which perturbs all "
+    "weights: the budget of 1.15 buys the last 12.1 % of the steps"
 )
 REFUSED = {
     "no cut": (counts(), {}, NO_CUT),
@@ -136,20 +201,27 @@ REFUSED = {
     "no step": (
         MADE_UP,
         {"budget": 1.0001},
-        "budget must be at least 1.002 to buy one of 100 steps from 'c' on, but is 1.0001; it buys one of 2,000"
+        "budget must be at least 1.0082 to buy one of 100 steps from 'c' on, but is 1.0001; it buys one of 8,191"
         " (total_steps counts optimizer steps, not epochs)",
     ),
     "no step from the cut": (
         MADE_UP,
         {"budget": 1.009, "cut": "a"},
-        "budget must be at least 1.01 to buy one of 100 steps from 'a' on, but is 1.009; it buys one of 112"
+        "budget must be at least 1.0162 to buy one of 100 steps from 'a' on, but is 1.009; it buys one of 180"
         " (total_steps counts optimizer steps, not epochs)",
     ),
     "a fraction that is too large": (
         MADE_UP,
         {"budget": 1.01, "fraction": 0.7},
-        "budget must be at least 1.014 for the last 70 % of the steps, even from 'd' on, but is 1.01",
+        "budget must be at least 1.0264 for the last 70 % of the steps, even from 'd' on, but is 1.01",
     ),
+    "a fraction in whole passes": (
+        MADE_UP,
+        {"budget": 1.0001, "whole_passes": True},
+        "budget must be at least 1.0124 to buy one of 100 steps in whole passes, but is 1.0001; it buys one of 12,381"
+        " (total_steps counts optimizer steps, not epochs)",
+    ),
+    "a cost below one": (MADE_UP, {"step_cost": 0.9}, "step_cost must be a number >= 1, in base steps, but is 0.9"),
     "no fraction": (MADE_UP, {"fraction": 0}, "fraction must be a number in (0, 1], but is 0"),
     "no steps": (MADE_UP, {"total_steps": 0}, "total_steps must be a whole number >= 1, but is 0"),
     "a module": (
@@ -176,8 +248,8 @@ def test_what_is_refused(name):
 
 def test_the_remedies_work():
     """What an error names as the least budget is enough."""
-    assert choose(MADE_UP, total_steps=100, budget=1.002).fraction == 0.01
-    assert choose(MADE_UP, total_steps=100, budget=1.014, fraction=0.7).cut == "d"
+    assert choose(MADE_UP, total_steps=100, budget=1.0082).fraction == 0.01
+    assert choose(MADE_UP, total_steps=100, budget=1.0264, fraction=0.7).cut == "d"
 
 
 def test_resnet18_on_cifar():
@@ -261,7 +333,7 @@ def test_groups_and_settings_are_passed_on():
         (
             {"bugdet": 1.5},
             "'bugdet' is an argument neither of thrifty nor of SGD: did you mean budget? thrifty has budget, rho, "
-            "params, cut, fraction, adaptive, perturbation, process_group; all others go to SGD",
+            "params, cut, fraction, step_cost, whole_passes, adaptive, perturbation, process_group; all others go to SGD",
         ),
         ({"adaptiv": True}, "'adaptiv' is an argument neither of thrifty nor of SGD: did you mean adaptive? "),
         ({"mask": None}, "mask must not be given: thrifty chooses it. SAM takes one of your own"),
@@ -397,13 +469,17 @@ def chain(model, params=None, **arguments):
     return thrifty(model, torch.optim.SGD, torch.ones(256, 16), **given)
 
 
-def cost_of(cut: int, *, trained: int, perturbed: int) -> float:
-    """Return the cost of a step of the chain, by hand, if so many of its layers are trained and perturbed."""
+def cost_of(cut: int, *, trained: int, perturbed: int) -> tuple[float, float]:
+    """Return the costs of a step of the chain and of its proofs, by hand, if so many layers are trained and perturbed.
+
+    The first proof is a whole pass and a forward pass before the cut, the second a whole pass.
+    """
     forward = 2 * 256 * 16 * 16 + ELEMENT * (2 * 256 * 16 + 16 * 16 + 16)  # with the bias
     backward = 2 * 256 * 16 * 16 + ELEMENT * (2 * 256 * 16 + 16 * 16)  # of the input, and the same of the weight
     after = (6 - cut) * (forward + 2 * backward) - (backward if cut == 0 else 0)
     whole = 6 * (forward + 2 * backward) - backward
-    return 1 + (after + ELEMENT * FRIENDLY * 272 * perturbed) / (whole + ELEMENT * STEPPING * 272 * trained)
+    base = whole + ELEMENT * STEPPING * 272 * trained
+    return 1 + (after + ELEMENT * FRIENDLY * 272 * perturbed) / base, (2 * whole + cut * forward) / base
 
 
 @pytest.mark.parametrize(("first", "end"), [(0, 6), (4, 6), (2, 4), (0, 2)])
@@ -411,10 +487,10 @@ def test_the_choice_counts_the_weights_that_are_trained(first, end):
     """No cut before which nothing is trained, or after which nothing is; the rule by hand."""
     best = None
     for cut in range(first, end):
-        cost = cost_of(cut, trained=end - first, perturbed=end - cut)
-        weights, fraction = (end - cut) / (end - first), int(1000 * 0.15 / (cost - 1)) / 1000
+        cost, proofs = cost_of(cut, trained=end - first, perturbed=end - cut)
+        weights, fraction = (end - cut) / (end - first), int((1000 * 0.15 - proofs) / (cost - 1)) / 1000
         gain = (1 - math.exp(-min(weights, cost - 1) / 0.3)) * (1 - math.exp(-fraction / 0.2))
-        best = max(best or (0,), (gain, str(cut), weights, fraction, 1 + fraction * (cost - 1)))
+        best = max(best or (0,), (gain, str(cut), weights, fraction, 1 + fraction * (cost - 1) + proofs / 1000))
     model = layers()
     choice = chain(model, model[first:end].parameters()).choice
     assert (choice.cut, choice.weights, choice.fraction) == best[1:4]
@@ -450,9 +526,9 @@ def test_weights_outside_the_model_are_perturbed_and_count():
     """Those of a loss, say. The model has 6 · 272 weights, of which 4 · 272 follow the cut."""
     model, centers = layers(), nn.Parameter(torch.ones(272))
     opt = chain(model, [*model.parameters(), centers], cut="2", fraction=1.0)
-    cost = cost_of(2, trained=7, perturbed=5)
+    cost, proofs = cost_of(2, trained=7, perturbed=5)
     assert opt.choice.weights == pytest.approx(5 / 7)
-    assert opt.choice.cost == pytest.approx(cost)
+    assert opt.choice.cost == pytest.approx(cost + proofs / 1000)
 
     def closure():
         opt.zero_grad()
@@ -495,14 +571,56 @@ def test_weights_are_those_of_params():
 @pytest.mark.parametrize(
     ("base", "message"),
     [
-        (torch.ones(2, 4), "base must be a class such as torch.optim.SGD, but is a Tensor"),
-        (nn.Linear(2, 2), "base must be a class such as torch.optim.SGD, but is a Linear"),
-        (torch.optim.SGD([torch.zeros(1)], lr=1), "base must be a class, but is an instance of SGD"),
+        (torch.ones(2, 4), "base_optimizer must be a class such as torch.optim.SGD, but is a Tensor"),
+        (nn.Linear(2, 2), "base_optimizer must be a class such as torch.optim.SGD, but is a Linear"),
+        (SAM([nn.Parameter(torch.zeros(1))], torch.optim.SGD, lr=1), "base_optimizer must be a plain optimizer, but"),
     ],
 )
-def test_a_base_that_is_no_class(base, message):
+def test_a_base_that_is_neither_a_class_nor_a_plain_optimizer(base, message):
     with pytest.raises(TypeError, match=message):
         thrifty(nn.Linear(4, 2), base, torch.ones(2, 4), total_steps=10)
+
+
+def test_an_optimizer_that_exists():
+    """It trains as one that thrifty has built; its groups, and rho in them, stay."""
+    results = []
+    for exists in (False, True):
+        model, batch = CASES["vgg"].model(), CASES["vgg"].batch()
+        first, *rest = model.parameters()
+        groups = [{"params": [first], "lr": 0.3, "rho": 0.7}, {"params": rest}]
+        given = {"total_steps": 9, "cut": next(iter(CASES["vgg"].cuts)), "fraction": 0.5, "adaptive": True}
+        base = torch.optim.SGD(groups, **BASE)
+        opt = (
+            thrifty(model, base, batch[0], **given)
+            if exists
+            else thrifty(model, torch.optim.SGD, batch[0], params=groups, **given, **BASE)
+        )
+        assert (opt.base_optimizer is base) == exists
+        assert opt.adaptive
+        assert [(group["lr"], group["rho"]) for group in opt.param_groups] == [(0.3, 0.7), (0.05, RHO)]
+        for _ in range(9):
+            torch.manual_seed(1)
+            opt.step(closure_of(model, opt.zero_grad, batch))
+        results.append((snapshot(model), opt.choice))
+    assert differences(results[0][0], results[1][0]) == []
+    assert results[0][1] == results[1][1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"lr": 0.1},
+            "'lr' must not be given with an optimizer that exists: the SGD has its settings; thrifty has bud",
+        ),
+        ({"bugdet": 2}, "'bugdet' must not be given with an optimizer that exists: "),
+        ({"params": []}, "params must be None with an optimizer that exists: the SGD has its parameters"),
+    ],
+)
+def test_an_optimizer_that_exists_takes_no_settings(arguments, message):
+    model = layers()
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
+        thrifty(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, 16), total_steps=9, **arguments)
 
 
 def test_a_named_fraction_is_one_of_whole_steps():

@@ -17,11 +17,10 @@ from sparsam.masks import (
     SuffixMask,
     TopKMask,
 )
-from sparsam.replay import Cut, find_cuts
 from sparsam.rho import ConstantRho, CosineRho, InverseSqrtRho, ProportionalRho, RampRho
 from sparsam.sam import SAM, SAMState
 from sparsam.schedules import EveryNth, EveryStep, LastSteps, Schedule
-from sparsam.step_cost import StepRatio, measure_cost
+from sparsam.step_cost import Cut, StepRatio, find_cuts, measure_cost
 from sparsam.thrifty import thrifty
 
 __all__ = [

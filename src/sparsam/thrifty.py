@@ -1,20 +1,24 @@
 r"""Thrifty SAM: from a budget to a cut, a fraction of the steps and the policies of a SAM.
 
-Most of a training takes plain steps of the base optimizer. In the last fraction q of the steps F-SAM perturbs what
-follows a cut, and nothing before the cut is computed twice. If a step from the cut costs c base steps, all cost
+Most of a training takes plain steps of the base optimizer. In the last n of T steps F-SAM perturbs what follows a cut,
+and nothing before the cut is computed twice. If a step from the cut costs c base steps, and its first two prove the cut
+for v more (:mod:`sparsam.replay.proof`), a step of the training costs on average
 
-.. math::  1 + q\,(c - 1)
+.. math::  1 + \frac{n\,(c - 1) + v}{T}
 
-so a budget B buys the fraction q = (B - 1) / (c - 1). An earlier cut perturbs more of the network, but in fewer steps.
-Let s be how much: the share of the weights that follow the cut, or c - 1 if that is less. Thrifty takes the cut with
-the largest
+so a budget B buys :math:`n = \lfloor ((B - 1)\,T - v) / (c - 1) \rfloor` steps, the fraction q = n / T. An earlier cut
+perturbs more of the network, but in fewer steps. Let s be how much: the share of the weights that follow the cut, or
+c - 1 if that is less. Thrifty takes the cut with the largest
 
 .. math::  \big(1 - e^{-s / 0.3}\big) \big(1 - e^{-q / 0.2}\big)
 
 by which the best cut of three searches comes first, or is too close to tell (docs/thrifty.md). More of the network
 brings less and less, and so do more steps. Cuts that less than 5 % of the weights follow are left out, if there are
 others. The costs are counted (:mod:`sparsam.replay.counting`), so the choice depends on nothing but the model, the
-shape of its batch, the budget and the number of steps.
+shape of its batch, the budget and the number of steps. With a measured `step_cost` in place of c, n follows from that.
+
+Loops without a closure, and models without a cut, compute both passes in full. With `whole_passes=True` the budget buys
+as many of these steps as it has, and all weights are perturbed.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from torch.optim import Optimizer
 
 from sparsam.ascents import FriendlyAscent
 from sparsam.checks import check_module, check_number, check_rho, check_whole
+from sparsam.distributed.replicas import find_ddp
 from sparsam.distributed.shards import any_dtensor, fsdp_modules
 from sparsam.errors import UserTypeError, UserValueError, warn
 from sparsam.masks import SuffixMask
@@ -46,6 +51,7 @@ FEW_WEIGHTS = 0.05  # a fraction of the weights: perturbing fewer gives a warnin
 CHOSEN = ("mask", "ascent", "schedule")  # arguments of SAM that are not given here
 PASSED_ON = ("adaptive", "perturbation", "process_group")  # to SAM
 FRIENDLY = 13  # elements that perturbing reads and writes for each weight, F-SAM's mean included
+ROUNDING = 1e-6  # of a step
 
 _log = logging.getLogger(__name__)
 
@@ -53,26 +59,38 @@ _log = logging.getLogger(__name__)
 class Choice(NamedTuple):
     """What a budget was spent on.
 
-    >>> print(Choice("layer2", 0.987, fraction=0.2, total_steps=31_200, cost=1.15))
+    >>> print(Choice("layer2", 0.987, fraction=0.2, total_steps=31_200, cost=1.15, step_cost=1.75))
     from layer2 on, 98.7 % of the weights, in the last 20 % of 31,200 steps: 1.15 base steps
+    >>> print(Choice(None, 1.0, fraction=0.14, total_steps=1000, cost=1.15, step_cost=2.1, measured=True))
+    all weights in whole passes, in the last 14 % of 1,000 steps: 1.15 base steps, by step_cost=2.1
     """
 
-    cut: str
-    """The name of the module whose input is the cut."""
+    cut: str | None
+    """The name of the module whose input is the cut. None with `whole_passes=True`: all weights are perturbed."""
     weights: float
-    """The fraction of the trained weights that follow the cut."""
+    """The fraction of the trained weights that are perturbed: those that follow the cut."""
     fraction: float
     """The fraction of the steps, the last ones, that are sharpness-aware."""
     total_steps: int
     """The number of steps of the training."""
     cost: float
-    """The mean cost of a step over the training, in base steps."""
+    """The mean cost of a step over the training, in base steps. Proofs of the cut are part of it."""
+    step_cost: float
+    """What a sharpness-aware step costs, in base steps."""
+    measured: bool = False
+    """Whether `step_cost` was given. Otherwise it is counted."""
 
     def __str__(self) -> str:
+        share = "all weights in whole passes" if self.cut is None else _share_from(self.cut, self.weights)
+        source = f", by step_cost={self.step_cost:g}" if self.measured else ""
         return (
-            f"from {self.cut} on, {100 * self.weights:.3g} % of the weights, in the last {100 * self.fraction:.3g} % "
-            f"of {self.total_steps:,} steps: {self.cost:.2f} base steps"
+            f"{share}, in the last {100 * self.fraction:.3g} % of {self.total_steps:,} steps: {self.cost:.2f} base "
+            f"steps{source}"
         )
+
+
+def _share_from(cut: str, weights: float) -> str:
+    return f"from {cut} on, {100 * weights:.3g} % of the weights"
 
 
 class ThriftySAM(SAM):
@@ -86,7 +104,7 @@ class ThriftySAM(SAM):
 
 def thrifty(
     model: nn.Module,
-    base: Callable[..., Optimizer],
+    base_optimizer: Callable[..., Optimizer] | Optimizer,
     example_inputs: Any,
     *,
     total_steps: int,
@@ -95,78 +113,152 @@ def thrifty(
     params: Any = None,
     cut: str | None = None,
     fraction: float | None = None,
+    step_cost: float | None = None,
+    whole_passes: bool = False,
     **base_arguments: Any,
 ) -> ThriftySAM:
     r"""Build the SAM that a budget allows: plain steps first, then F-SAM behind a cut.
 
     It has a concrete `SuffixMask`, `FriendlyAscent` and `LastSteps`: the same model, batch and budget give the same
-    ones on every machine. What was chosen is in `choice`, in the repr, and in a logging message. It is made once, here:
-    the model runs twice on the example, and nothing of it moves.
+    ones on every machine. With `whole_passes=True` it has no mask. What was chosen is in `choice`, in the repr, and in
+    a logging message. It is made once, here: the model runs twice on the example, and nothing of it moves.
 
     Args:
         model: The network; in distributed training the DistributedDataParallel around it.
-        base: The class of the base optimizer, such as `torch.optim.SGD`.
+        base_optimizer: The class of the optimizer that takes the step, such as `torch.optim.SGD`, or an optimizer that
+            exists. Groups of an optimizer that exists keep a `rho` of their own.
         example_inputs: A batch as in training: `model(example_inputs)` is called (`model(*example_inputs)` for a tuple
             or a list, `model(**example_inputs)` for a dict).
         total_steps: The number of optimizer steps of the training.
-        budget: What the training may cost, relative to that of the base optimizer alone; above 1.
+        budget: What the training may cost, relative to the base optimizer alone; above 1.
         rho: The radius of the perturbation. Search it: the best was up to eight times SAM's (docs/thrifty.md).
-        params: Parameters or parameter groups; None: all of the model's. Weights that are not among them, or require no
-            gradient, do not count in the choice.
+        params: Parameters or parameter groups; None: all of the model's, or those of an optimizer that exists. Weights
+            that are not among them, or require no gradient, do not count in the choice.
         cut: The name of the module from which on weights are perturbed; None: chosen, and not after an output that the
             model does not go on with, such as that of an auxiliary head: the loss may use it.
-        fraction: Of the steps that are sharpness-aware; None: as much as the budget allows. Where both are given, the
-            budget does not matter.
-        **base_arguments: Passed on to the base optimizer: `lr`, `momentum`, ... `adaptive`, `perturbation` and
-            `process_group` go to SAM.
+        fraction: Of the steps that are sharpness-aware; None: as much as the budget allows. If cut and fraction are
+            given, the budget does not matter.
+        step_cost: What a sharpness-aware step costs on your machine, in base steps, as `measure_cost` prints it; None:
+            what is counted. The number of steps follows from it. The cut is chosen by the count in either case.
+        whole_passes: Whether both passes are computed in full and all weights are perturbed, in as many of the last
+            steps as the budget has. For loops that step without a closure (`first_step`, `perturbed`, a GradScaler),
+            for closures that accumulate gradients, and for models that are sharded or have no cut.
+        **base_arguments: Passed on to the class of the base optimizer: `lr`, `momentum`, ... `adaptive`,
+            `perturbation` and `process_group` go to SAM.
 
     >>> import torch
     >>> from sparsam.models import build_model
     >>> model, x = build_model("resnet-small", 10), torch.ones(64, 3, 16, 16)
     >>> opt = thrifty(model, torch.optim.SGD, x, total_steps=1000, lr=0.05, momentum=0.9)
     >>> print(opt.choice)
-    from layer2 on, 93.4 % of the weights, in the last 23.4 % of 1,000 steps: 1.15 base steps
+    from layer2 on, 93.4 % of the weights, in the last 23.1 % of 1,000 steps: 1.15 base steps
+    >>> adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    >>> print(thrifty(model, adam, x, total_steps=1000, step_cost=1.8).choice)
+    from layer2 on, 93.4 % of the weights, in the last 18.4 % of 1,000 steps: 1.15 base steps, by step_cost=1.8
+    >>> print(thrifty(model, adam, x, total_steps=1000, whole_passes=True).choice)
+    all weights in whole passes, in the last 14.3 % of 1,000 steps: 1.15 base steps
     """
     check_module("model", model, optional=False)
-    check_base_class("base", base)
     check_rho(rho)
     for name in CHOSEN:
         if name in base_arguments:
             raise UserTypeError(f"{name} must not be given: thrifty chooses it. SAM takes one of your own")
-    to_base = base_arguments.keys() - set(PASSED_ON)
-    check_names("thrifty", [*option_names(thrifty), *PASSED_ON], base, sorted(to_base))
-    if any_dtensor(model.parameters()) or fsdp_modules(model.modules()):
-        raise UserValueError(
-            "model must not be sharded (fully_shard, tensor parallelism): both passes of its steps run in full, and "
-            "the budget would not be kept. Use SAM with LastSteps, of which a step costs two"
-        )
-    check_params(params)
+    if not isinstance(whole_passes, bool):
+        raise UserTypeError(f"whole_passes must be True or False, but is {whole_passes!r}")
+    to_sam = {name: base_arguments.pop(name) for name in PASSED_ON if name in base_arguments}
+    base = _base(model, base_optimizer, params, base_arguments)
+    ddp = find_ddp(model)
+    if not whole_passes:
+        _check_replayable(model, ddp is not None and bool(ddp.static_graph))
     if not model.training:
         warn(
             "thrifty counts the model as it is, in eval mode; if it is trained in train mode, call model.train() first"
         )
-    base_optimizer = base(
-        model.parameters() if params is None else params, **{name: base_arguments[name] for name in to_base}
+    trained = [p for group in base.param_groups for p in group["params"]]
+    counts = count_costs(model, example_inputs, trained, cuts=not whole_passes)
+    choice = choose(
+        counts,
+        total_steps=total_steps,
+        budget=budget,
+        cut=cut,
+        fraction=fraction,
+        step_cost=step_cost,
+        whole_passes=whole_passes,
+        distributed=ddp is not None,
     )
-    check_base(base_optimizer)
-    trained = [p for group in base_optimizer.param_groups for p in group["params"]]
-    counts = count_costs(model, example_inputs, trained)
-    choice = choose(counts, total_steps=total_steps, budget=budget, cut=cut, fraction=fraction)
     opt = ThriftySAM.wrap(
-        base_optimizer,
+        base,
         rho=rho,
-        mask=SuffixMask(model, choice.cut),
+        mask=None if choice.cut is None else SuffixMask(model, choice.cut),
         ascent=FriendlyAscent(),
         schedule=LastSteps(choice.fraction, total_steps),
-        **{name: base_arguments[name] for name in PASSED_ON if name in base_arguments},
+        model=model if choice.cut is None else None,
+        **to_sam,
     )
     opt.choice = choice
-    assert isinstance(opt._passes, ReplayedPasses)  # its mask has a cut
-    opt._passes.known = counts.lies_before(choice.cut)
+    if choice.cut is not None:
+        assert isinstance(opt._passes, ReplayedPasses)  # its mask has a cut
+        opt._passes.known = counts.lies_before(choice.cut)
+        opt._passes.replay.consequence = _in_full(counts, choice)
     _log.info("thrifty: %s", choice)
     if choice.weights < FEW_WEIGHTS:
         warn(f"thrifty perturbs few weights: {choice}; a larger budget, a smaller fraction, or cut=, perturbs more")
     return opt
+
+
+def _base(model: nn.Module, given: Any, params: Any, arguments: dict[str, Any]) -> Optimizer:
+    """Return the base optimizer: the one that was given, or one of the class that was given."""
+    own = [*option_names(thrifty), *PASSED_ON]
+    if isinstance(given, Optimizer):
+        base, name = given, type(given).__name__
+        if arguments:
+            raise UserTypeError(
+                f"{min(arguments)!r} must not be given with an optimizer that exists: the {name} has its settings; "
+                f"thrifty has {', '.join(own)}"
+            )
+        if params is not None:
+            raise UserTypeError(f"params must be None with an optimizer that exists: the {name} has its parameters")
+    else:
+        check_base_class("base_optimizer", given)
+        check_names("thrifty", own, given, sorted(arguments))
+        check_params(params)
+        base = given(model.parameters() if params is None else params, **arguments)
+    check_base(base)
+    return base
+
+
+def _check_replayable(model: nn.Module, static_graph: bool) -> None:
+    """Refuse models of which it is known that both passes of a step run in full."""
+    if any_dtensor(model.parameters()) or fsdp_modules(model.modules()):
+        what = "sharded (fully_shard, tensor parallelism)"
+    elif static_graph:
+        what = "a DistributedDataParallel with static_graph=True"
+    else:
+        return
+    raise UserValueError(
+        f"model must not be {what}, of which both passes run in full, unless the budget is spent on whole passes: give "
+        f"whole_passes=True, which perturbs all weights, in fewer steps"
+    )
+
+
+class _Price(NamedTuple):
+    """What sharpness-aware steps cost, in base steps."""
+
+    step: float  # of each
+    proofs: tuple[float, ...] = ()  # the extra costs of the first ones
+
+    def mean(self, steps: int, total: int) -> float:
+        """Return the mean cost of all steps of a training, if so many are sharpness-aware."""
+        return 1 + (steps * (self.step - 1) + sum(self.proofs[:steps])) / total
+
+    def bought(self, budget: float, total: int) -> int:
+        """Return how many sharpness-aware steps a budget buys."""
+        if self.mean(total, total) <= budget:
+            return total
+        left = (budget - 1) * total - sum(self.proofs)
+        steps = math.floor(left / (self.step - 1) + ROUNDING) if self.step > 1 else 0
+        few = len(self.proofs)
+        return steps if steps >= few else max((n for n in range(few) if self.mean(n, total) <= budget), default=0)
 
 
 def choose(
@@ -176,20 +268,57 @@ def choose(
     budget: float = BUDGET,
     cut: str | None = None,
     fraction: float | None = None,
+    step_cost: float | None = None,
+    whole_passes: bool = False,
+    distributed: bool = False,
     perturbing: int = FRIENDLY,
 ) -> Choice:
     """Return what to spend a budget on. See :func:`thrifty` for the arguments.
 
-    `perturbing` is what perturbing reads and writes for each weight, by default along F-SAM's direction.
+    `perturbing` is what perturbing reads and writes for each weight, by default along F-SAM's direction. A
+    `distributed` model, in a DistributedDataParallel, takes more passes to prove a cut.
     """
     check_whole("total_steps", total_steps)
     check_budget(budget)
     if fraction is not None:
         check_number("fraction", fraction, "a number in (0, 1]", lambda value: 0 < value <= 1)
-    costs = counts.costs(perturbing)
-    if not costs:
+    if step_cost is not None:
+        check_number("step_cost", step_cost, "a number >= 1, in base steps", lambda value: 1 <= value < math.inf)
+    total = int(total_steps)
+    if whole_passes:
+        if cut is not None:
+            raise UserValueError(f"cut must be None with whole_passes=True, which perturbs all weights, but is {cut!r}")
+        everything = CountedCut("", 1.0, counts.whole)
+        prices = {everything: _Price(counts.cost(everything, perturbing))}
+    else:
+        prices = {
+            c: _Price(counts.cost(c, perturbing), counts.proofs(c, distributed=distributed))
+            for c in _allowed(counts, cut, budget)
+        }
+    # The cut is chosen by the counted costs, also where a measured one says how many steps there are.
+    named = whole_passes or cut is not None
+    if fraction is None:
+        chosen, count = _by_budget(prices, budget, total, named=named)
+    else:
+        count = total - math.floor((1 - fraction) * total + ROUNDING)
+        chosen = _by_steps(prices, count, total, math.inf if named else budget)
+    price = prices[chosen]
+    if step_cost is not None:
+        price = price._replace(step=float(step_cost))
+        if fraction is None:
+            _, count = _by_budget({chosen: price}, budget, total, named=True)
+        else:
+            _by_steps({chosen: price}, count, total, math.inf if named else budget)
+    measured = step_cost is not None
+    cost = price.mean(count, total)
+    return Choice(chosen.name or None, chosen.weights, count / total, total, cost, price.step, measured)
+
+
+def _allowed(counts: Counts, cut: str | None, budget: float) -> list[CountedCut]:
+    """Return the cuts to choose from."""
+    if not counts.cuts:
         raise UserValueError(_without_cut(counts, budget))
-    names = [c.name for c in costs]
+    names = [c.name for c in counts.cuts]
     if cut is not None and cut not in names:
         close = difflib.get_close_matches(str(cut), names, 3) or names[:8]
         given = repr(cut) if isinstance(cut, str) else f"a {type(cut).__name__} and no name"
@@ -198,46 +327,53 @@ def choose(
             f"find_cuts(model, closure) and `sparsam cuts` list all"
         )
     # Of cuts with the same weights after them the last costs least.
-    useful = {c.weights: c for c in costs if c.weights and c.sure}.values()
-    allowed = {c: cost for c, cost in costs.items() if c.name == cut or (cut is None and c in useful)}
+    useful = {c.weights: c for c in counts.cuts if c.weights and c.sure}.values()
+    allowed = [c for c in counts.cuts if c.name == cut or (cut is None and c in useful)]
     if not any(c.weights for c in allowed):
         where = "after a cut" if cut is None else f"from {cut!r} on"
         raise UserValueError(
             f"params must hold weights of the model {where}, where they are perturbed, but hold none that require a "
             f"gradient"
         )
-    if fraction is None:
-        worthy = [c for c in allowed if c.weights >= FEW_WEIGHTS] or [*allowed]
-        steps = {c: math.floor(bought(budget, allowed[c]) * total_steps + 1e-6) for c in worthy}
-        if not any(steps.values()):
-            cheapest = min(worthy, key=lambda c: allowed[c])
-            least = 1 + (allowed[cheapest] - 1) / total_steps
-            enough = math.ceil((allowed[cheapest] - 1) / (budget - 1) - 1e-6)
-            raise UserValueError(
-                f"budget must be at least {_rounded_up(least)} to buy one of {total_steps:,} steps from "
-                f"{cheapest.name!r} on, but is {budget:g}; it buys one of {enough:,} (total_steps counts optimizer "
-                f"steps, not epochs)"
-            )
-        chosen = max(worthy, key=lambda c: _gain(min(c.weights, allowed[c] - 1), steps[c] / total_steps))
-        fraction = steps[chosen] / total_steps
-        if cut is None and budget > 2 * allowed[chosen]:
-            warn(
-                f"budget is {budget:g}, far more than {allowed[chosen]:.2f}, what a training costs if every step "
-                f"perturbs from {chosen.name!r} on; it is a factor, such as {BUDGET}"
-            )
-    else:
-        fraction = (total_steps - math.floor((1 - fraction) * total_steps + 1e-6)) / total_steps  # whole steps
-        affordable = [c for c, cost in allowed.items() if cut is not None or fraction <= bought(budget, cost)]
-        if not affordable:
-            cheapest = min(allowed, key=lambda c: allowed[c])
-            least = 1 + fraction * (allowed[cheapest] - 1)
-            raise UserValueError(
-                f"budget must be at least {_rounded_up(least)} for the last {100 * fraction:.3g} % of the steps, even "
-                f"from {cheapest.name!r} on, but is {budget:g}"
-            )
-        chosen = affordable[0]
-    cost = 1 + fraction * (allowed[chosen] - 1)
-    return Choice(chosen.name, chosen.weights, float(fraction), int(total_steps), cost)
+    return allowed
+
+
+def _by_budget(prices: dict[CountedCut, _Price], budget: float, total: int, *, named: bool) -> tuple[CountedCut, int]:
+    """Return the cut that brings most, and how many steps from it the budget buys."""
+    worthy = [c for c in prices if c.weights >= FEW_WEIGHTS] or [*prices]
+    steps = {c: prices[c].bought(budget, total) for c in worthy}
+    if not any(steps.values()):
+        cheapest = min(worthy, key=lambda c: prices[c].step)
+        extra = prices[cheapest].mean(1, 1) - 1
+        raise UserValueError(
+            f"budget must be at least {_rounded_up(1 + extra / total)} to buy one of {total:,} steps "
+            f"{_where(cheapest)}, but is {budget:g}; it buys one of {math.ceil(extra / (budget - 1) - ROUNDING):,} "
+            f"(total_steps counts optimizer steps, not epochs)"
+        )
+    chosen = max(worthy, key=lambda c: _gain(min(c.weights, prices[c].step - 1), steps[c] / total))
+    if not named and budget > 2 * prices[chosen].step:
+        warn(
+            f"budget is {budget:g}, far more than {prices[chosen].step:.2f}, what a training costs if every step "
+            f"perturbs {_where(chosen)}; it is a factor, such as {BUDGET}"
+        )
+    return chosen, steps[chosen]
+
+
+def _by_steps(prices: dict[CountedCut, _Price], count: int, total: int, budget: float) -> CountedCut:
+    """Return the earliest cut from which a budget buys so many steps."""
+    affordable = [c for c, price in prices.items() if budget == math.inf or count <= price.bought(budget, total)]
+    if not affordable:
+        cheapest = min(prices, key=lambda c: prices[c].step)
+        least = _rounded_up(prices[cheapest].mean(count, total))
+        raise UserValueError(
+            f"budget must be at least {least} for the last {100 * count / total:.3g} % of the steps, even "
+            f"{_where(cheapest)}, but is {budget:g}"
+        )
+    return affordable[0]
+
+
+def _where(cut: CountedCut) -> str:
+    return f"from {cut.name!r} on" if cut.name else "in whole passes"
 
 
 def _gain(share: float, fraction: float) -> float:
@@ -252,7 +388,7 @@ def check_budget(budget: object) -> None:
 
 
 def bought(budget: float, cost: float) -> float:
-    """Return the fraction of the steps that a budget buys, if each costs so many base steps.
+    """Return the fraction of the steps that a budget buys in a long training, if each costs so many base steps.
 
     >>> bought(1.15, cost=1.6), bought(1.15, cost=1.0)
     (0.25, 1.0)
@@ -264,9 +400,22 @@ def _without_cut(counts: Counts, budget: float) -> str:
     fraction = bought(budget, counts.cost(CountedCut("", 1.0, counts.whole), FRIENDLY))
     return (
         f"model has no cut, so no part of a sharpness-aware step could be left out. If it is compiled as a whole, "
-        f"compile its blocks instead: `for block in model.blocks: block.compile()`. Otherwise perturb all weights, in "
-        f"fewer steps: SAM(model.parameters(), ..., ascent=FriendlyAscent(), schedule=LastSteps({fraction:.2g}, "
-        f"total_steps), model=model) costs about {budget:g} base steps"
+        f"compile its blocks instead: `for block in model.blocks: block.compile()`. Otherwise give whole_passes=True, "
+        f"which perturbs all weights: the budget of {budget:g} buys the last {100 * fraction:.3g} % of the steps"
+    )
+
+
+def _in_full(counts: Counts, choice: Choice) -> str:
+    """Say what the rest of a run costs if its second passes do not start at the cut, and how to keep the budget."""
+    skipped = next(counts.skipped(c) for c in counts.cuts if c.name == choice.cut)
+    whole = _Price(choice.step_cost + skipped)
+    fraction = math.floor(1e4 * whole.bought(choice.cost, choice.total_steps) / choice.total_steps) / 1e4
+    other = f", or fraction={fraction:g}" if fraction else ""
+    source = "step_cost says" if choice.measured else "thrifty counted"
+    return (
+        f"Each sharpness-aware step of the rest of the run then costs {whole.step:.2f} base steps, where {source} "
+        f"{choice.step_cost:.2f}. To keep the training at {choice.cost:.2f} base steps, give thrifty "
+        f"whole_passes=True{other}"
     )
 
 

@@ -14,10 +14,8 @@ from sparsam.data import load_digits
 from sparsam.data.cifar import LAYOUTS
 from sparsam.errors import UserError
 from sparsam.models import build_model
-from sparsam.replay.costs import cut_costs
 from sparsam.replay.counting import count_costs
-from sparsam.replay.cuts import Cut
-from sparsam.step_cost import StepRatio
+from sparsam.step_cost import Cut, StepRatio, cut_costs
 from sparsam.thrifty import FRIENDLY, bought, choose
 
 SMALL = ["--batch-size", 2, "--image-size", 16, "--rounds", 1, "--device", "cpu"]

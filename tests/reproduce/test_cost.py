@@ -29,7 +29,7 @@ from sparsam.training.planned import PlannedRun
 def test_steps_that_were_disturbed_do_not_count(monkeypatch, seconds, shortest, measured):
     times = [*seconds, *(10.0**i for i in range(1, 7))]
     found = iter(times)
-    monkeypatch.setattr("sparsam.replay.clock.Clock.time", lambda clock, work: (work(), next(found))[1])
+    monkeypatch.setattr("sparsam.step_cost.Clock.time", lambda clock, work: (work(), next(found))[1])
     recipe = load_recipe("digits-sam")
     cost = step_seconds(recipe, GradientAscent(), torch.device("cpu"))
     assert cost == pytest.approx(shortest * recipe.data.batch_size / CPU_IMAGES)
@@ -53,7 +53,7 @@ class ConvolutionClock:
             return self.calls - before
 
         monkeypatch.setattr(nn.Conv2d, "forward", counted)
-        monkeypatch.setattr("sparsam.replay.clock.Clock.time", time)
+        monkeypatch.setattr("sparsam.step_cost.Clock.time", time)
 
 
 def convolutions(model):

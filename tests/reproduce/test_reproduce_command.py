@@ -364,7 +364,7 @@ def test_a_row_whose_ramp_is_longer_than_a_scaled_down_run_is_named_before_anyth
         done = invoke("reproduce", table, "--epochs", 2, "--device", "cpu", "-o", output, *more, code=1)
         error = done.stderr.replace("\n", " ")
         assert "digits-thrifty-ramp2-epochs2: sam.ramp_epochs is 2, which is 24 steps, but" in error
-        assert "has 10: rho would not reach 0.2; choose at most 0.833, or train for longer" in error
+        assert "has 9: rho would not reach 0.2; choose at most 0.75, or train for longer" in error
         assert not output.exists()
 
 

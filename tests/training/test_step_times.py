@@ -12,16 +12,25 @@ from sparsam.errors import UserError
 from sparsam.fisher import diagonal_fisher
 from sparsam.runs.directory import RunDirectory
 from sparsam.runs.recipe import load_recipe
-from sparsam.step_cost import StepRatio
+from sparsam.step_cost import Clock, StepRatio
 from sparsam.training.comparison import compare_recipes
 from sparsam.training.environment import git_commit
 from sparsam.training.step_times import WARM_UP, Part, time_in_turn
 
 
-class PassClock:
+class Told(Clock):
+    """A clock that is told the time."""
+
+    def __init__(self, now):
+        super().__init__(CPU)
+        self.now = now
+
+
+class PassClock(Clock):
     """Each backward pass takes a second, and each Fisher information four."""
 
     def __init__(self, monkeypatch):
+        super().__init__(CPU)
         self.seconds = 0.0
         backward = torch.Tensor.backward
 
@@ -61,7 +70,7 @@ COSTS = {
 @pytest.mark.slow
 def test_each_sort_of_step_counts_as_often_as_it_comes(monkeypatch):
     recipes = [load_recipe(name, ["train.epochs=2", *settings]) for name, settings, _ in COSTS.values()]
-    found = time_in_turn(recipes, device=CPU, rounds=2, now=PassClock(monkeypatch).now)
+    found = time_in_turn(recipes, device=CPU, rounds=2, clock=PassClock(monkeypatch))
     ratios = dict(zip(COSTS, found, strict=True))
     for name, (_, _, cost) in COSTS.items():
         ratio = ratios[name]
@@ -83,7 +92,7 @@ def test_methods_take_turns_and_are_compared_within_a_round(monkeypatch):
 
     monkeypatch.setattr("sparsam.training.step_times._part", part)
     recipe = load_recipe("digits-sam", ["train.epochs=1"])
-    (ratio,) = time_in_turn([recipe], device=CPU, rounds=5, now=lambda: seconds[0])
+    (ratio,) = time_in_turn([recipe], device=CPU, rounds=5, clock=Told(lambda: seconds[0]))
     assert ratio == StepRatio(2.0, 2.0, 2.0, 5)
     assert taken == ["base"] * WARM_UP + ["sam"] * WARM_UP + ["base", "sam"] * 5
 
@@ -101,7 +110,7 @@ def test_what_computes_in_another_way_has_base_steps_of_its_own(monkeypatch, set
     ticks = itertools.count(1)
     threads = torch.get_num_threads()
     try:
-        time_in_turn(recipes, device=CPU, rounds=1, now=lambda: float(next(ticks)))
+        time_in_turn(recipes, device=CPU, rounds=1, clock=Told(lambda: float(next(ticks))))
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(False)

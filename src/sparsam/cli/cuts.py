@@ -19,16 +19,12 @@ from sparsam.cli.analysis import Device, find_device
 from sparsam.cli.console import plain_console
 from sparsam.data.shapes import SHAPES, Images
 from sparsam.errors import UserValueError
-from sparsam.replay import Counts, Cut
-from sparsam.replay.clock import Clock
-from sparsam.replay.costs import TIMINGS, Direction, cut_costs
-from sparsam.replay.counting import count_costs
-from sparsam.replay.cuts import PASSES
+from sparsam.replay import Counts, count_costs
 from sparsam.runs.build import build_loss, build_network, usual_images
 from sparsam.runs.config import BASE_METHODS
 from sparsam.runs.library import packaged_recipes
 from sparsam.runs.recipe import Recipe, load_recipe, recipe_from
-from sparsam.step_cost import StepRatio
+from sparsam.step_cost import PASSES, TIMINGS, Clock, Cut, Direction, StepRatio, cut_costs
 from sparsam.thrifty import BUDGET, FRIENDLY, bought, check_budget, choose
 from sparsam.training.build import build_base
 from sparsam.training.environment import processor
@@ -210,7 +206,7 @@ def show(recipe: Recipe, images: Images, costs: Costs, device: torch.device, bud
             f"fraction meets the budget of {budget:g}:"
         )
         console.print(*different, sep="\n")
-        console.print("Thrifty keeps to what is counted, unless cut and fraction are given.")
+        console.print("Thrifty keeps to what is counted, unless step_cost is given: thrifty(..., step_cost=...).")
     console.print(
         f"With a budget of {budget:g} base steps thrifty SAM perturbs what follows {choice.cut}, "
         f"{100 * choice.weights:.3g} % of the weights, in the last {100 * choice.fraction:.3g} % of the steps:"
@@ -218,8 +214,8 @@ def show(recipe: Recipe, images: Images, costs: Costs, device: torch.device, bud
     base = f"torch.optim.{BASE_METHODS[recipe.optimizer.name]}"
     console.print(f"  thrifty(model, {base}, x, total_steps=..., budget={budget:g}, lr=...)", soft_wrap=True)
     console.print(
-        f"SSAM-C perturbs it in every step, at {of_sam[choice.cut]:.2f} base steps each, and computes nothing before "
-        f"the cut twice:"
+        f"SSAM-C perturbs it in every step, at {of_sam[str(choice.cut)]:.2f} base steps each, and computes nothing "
+        f"before the cut twice:"
     )
     console.print(f'  SuffixMask(model, cut="{choice.cut}")', soft_wrap=True)
 

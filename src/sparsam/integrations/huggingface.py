@@ -34,7 +34,8 @@ class SAMTrainer(transformers.Trainer):  # type: ignore[misc,name-defined]
       reported as 0, and then as the sum: the logged mean is right.
     - The reported loss is that at w. `grad_norm` is that of the gradient at w + eps.
     - With `share`, both passes see the first of the k batches, and only the first rows without accumulation.
-    - A cut saves no time here: the Trainer steps without a closure, and only closures are replayed.
+    - A cut saves no time here: the Trainer steps without a closure, and only closures are replayed. Build a thrifty SAM
+      with `whole_passes=True`, which keeps its budget.
 
     Args:
         *arguments: Those of the Trainer.

@@ -36,7 +36,8 @@ class SAMModule(lightning.LightningModule):  # type: ignore[misc,name-defined]
     - `self.log` records the first pass only. For metrics of your own, `self.in_second_pass` tells the passes apart.
     - With `share`, both passes see the first of the k batches, and only the first rows without accumulation. A
       third pass takes the rest, at w.
-    - With "16-mixed" a cut saves no time: a GradScaler takes no closure, and only closures are replayed.
+    - With "16-mixed" a cut saves no time: a GradScaler takes no closure, and only closures are replayed. Build
+      a thrifty SAM with `whole_passes=True`, which keeps its budget.
     """
 
     in_second_pass = False  # whether training_step runs at w + eps, for the second time

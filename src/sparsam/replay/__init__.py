@@ -1,17 +1,12 @@
-"""Replay: what lies before the cut is not computed twice; where models can be cut, and what that costs."""
+"""Replay: what lies before the cut is not computed twice; where models can be cut, and what is counted after a cut."""
 
-from sparsam.replay.costs import cut_costs
 from sparsam.replay.counting import CountedCut, Counts, count_costs
-from sparsam.replay.cuts import Cut, find_cuts
 from sparsam.replay.passes import ReplayedPasses, passes_for
 
 __all__ = [
     "CountedCut",
     "Counts",
-    "Cut",
     "ReplayedPasses",
     "count_costs",
-    "cut_costs",
-    "find_cuts",
     "passes_for",
 ]

@@ -11,7 +11,8 @@ perturbing p. From a cut whose suffix does F', E' and has W' weights, a sharpnes
 c = 2000, b = 8 and p = 7 were chosen so that the cost agrees with the step times of ResNet-18 and WRN-28-10 in
 `results/ssam-c` (H200, bf16, batch 128, CUDA graph). It is within 0.04 of them, and 0.03 short from the head on, where
 starting kernels takes longest. FLOPs alone are off by 0.09 and 0.10 from the first stage on, because early layers have
-few FLOPs and large activations. On other devices c is another number: `sparsam cuts` shows both costs.
+few FLOPs and large activations. F' has the gradient of the cut's input, which the first pass leaves out. On other
+devices c is another number: `sparsam cuts` shows both costs.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from sparsam.checks import check_module
+from sparsam.distributed.shards import fsdp_modules
 from sparsam.errors import UserValueError
 from sparsam.inventory import is_compiled
 from sparsam.passes import model_arguments, naming_inputs, preserve_state
@@ -64,6 +66,8 @@ class CountedCut(NamedTuple):
     """The work of forward and backward that follows the cut."""
     sure: bool = True
     """Whether it is a cut whatever outputs the loss uses."""
+    before: Work = Work()
+    """The work of the forward pass before the cut."""
 
 
 class Counts(NamedTuple):
@@ -92,11 +96,29 @@ class Counts(NamedTuple):
 
     def cost(self, cut: CountedCut, perturbing: int = PERTURBING) -> float:
         """Return what a sharpness-aware step costs from a cut, in base steps."""
-        extra = _weighed(cut.after, perturbing * round(cut.weights * self.weights))
-        return 1 + extra / _weighed(self.whole, STEPPING * self.weights)
+        return 1 + self._in_base_steps(cut.after, perturbing * round(cut.weights * self.weights))
+
+    def proofs(self, cut: CountedCut, *, distributed: bool) -> tuple[float, float]:
+        """Return the extra costs of the first two sharpness-aware steps from a cut, in base steps: they prove the cut.
+
+        The first step runs two whole passes, and a pass that ends at the cut. The second step runs a whole pass beside
+        the pass from the cut. In a DistributedDataParallel each runs one more whole pass.
+        """
+        passes = 2 if distributed else 1
+        second = passes * self._in_base_steps(self.whole)
+        return second + self._in_base_steps(cut.before), second
+
+    def skipped(self, cut: CountedCut) -> float:
+        """Return what a step from a cut leaves out of its second pass, in base steps."""
+        return self._in_base_steps(self.whole.minus(cut.after))
+
+    def _in_base_steps(self, work: Work, further_elements: int = 0) -> float:
+        return _weighed(work, further_elements) / _weighed(self.whole, STEPPING * self.weights)
 
 
-def count_costs(model: nn.Module, example_inputs: Any, params: Iterable[Tensor] | None = None) -> Counts:
+def count_costs(
+    model: nn.Module, example_inputs: Any, params: Iterable[Tensor] | None = None, *, cuts: bool = True
+) -> Counts:
     """Count what a step of a model takes, in all and after each of its cuts.
 
     The model runs twice, forward and backward, in the mode it is in and from a fixed seed. Buffers, gradients, random
@@ -108,6 +130,7 @@ def count_costs(model: nn.Module, example_inputs: Any, params: Iterable[Tensor] 
             or a list, `model(**example_inputs)` for a dict).
         params: Those that are trained, if they require a gradient; None: all of the model's. A pass computes the
             gradients of the others too.
+        cuts: Whether to look for cuts. Without, the model runs once.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> counts = count_costs(model, torch.ones(3, 4))
@@ -128,21 +151,24 @@ def count_costs(model: nn.Module, example_inputs: Any, params: Iterable[Tensor] 
     with _same_everywhere(network):
         hidden = any(is_compiled(module) and network in set(module.modules()) for module in model.modules())
         with preserve_state(network):
-            places, unsure = Found({"": frozenset()}, frozenset()) if hidden else parameters_after(network, run)
+            nothing = Found({"": frozenset()}, frozenset())
+            found = parameters_after(network, run) if cuts and not hidden else nothing
         counter = _Counter()
         with preserve_state(network), counter:
-            spans = spans_after(network, [name for name in places if name], run, lambda: counter.work)
-    work = {name: end.minus(start) for name, (start, end) in spans.items()}
+            spans = spans_after(network, [name for name in found.after if name], run, lambda: counter.work)
+    start, end = spans[""]
     trained = {p for p in (network.parameters() if params is None else params) if p.requires_grad}
     weights = weight_count(trained)
     inside = trained.intersection(network.parameters())
     outside = trained - inside if inside else set()  # those of a loss, say: SAM perturbs them from every cut on
-    cuts = [
-        CountedCut(name, weight_count((after & trained) | outside) / max(1, weights), work[name], name not in unsure)
-        for name, after in places.items()
-        if name
-    ]
-    return Counts(work[""], weights, cuts, places)
+    counted = []
+    for name, after in found.after.items():
+        if name:
+            called, arrived = spans[name]
+            share = weight_count((after & trained) | outside) / max(1, weights)
+            sure, before = name not in found.unsure, called.minus(start)
+            counted.append(CountedCut(name, share, arrived.minus(called), sure, before))
+    return Counts(end.minus(start), weights, counted, found.after)
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -175,7 +201,18 @@ def _run(model: nn.Module, inputs: Any) -> None:
         if not outputs:
             raise UserValueError("model must have an output that depends on a parameter that requires a gradient")
         # Not of their sum: an output that no loss uses, such as a cache, would lead past every cut.
-        torch.autograd.grad(outputs, params, [torch.ones_like(t) for t in outputs], allow_unused=True)
+        ones = [torch.ones_like(t) for t in outputs]
+        if fsdp_modules(model.modules()):  # what the graph leads to are the gathered parameters
+            grads = [(p, p.grad) for p in params]
+            for p in params:
+                p.grad = None
+            try:
+                torch.autograd.backward(outputs, ones)
+            finally:
+                for p, grad in grads:
+                    p.grad = grad
+        else:
+            torch.autograd.grad(outputs, params, ones, allow_unused=True)
 
 
 def _seed(model: nn.Module) -> None:

@@ -1,18 +1,18 @@
-"""Where a model can be cut, and what a step from there costs: both are found by running it.
+"""Where a model can be cut, which is found by running it.
 
 Autograd numbers its nodes in the order of their making. The input of a module is a *cut* if every edge of the graph
 that leads from a node made after the module was called to one made before it ends at that input and starts inside the
 call: then nothing else is carried past the cut but parameters, and a parameter that is used on both sides counts as
 lying before it.
 
-The time between the call of the module and the arrival of the gradient at its input is the share of the step that
-follows the cut: one pass, forward and backward, gives it for all cuts at once.
+What is computed between the call of the module and the arrival of the gradient at its input is the part of a step that
+follows the cut: one pass, forward and backward, gives it for all cuts at once. :mod:`sparsam.replay.counting` counts
+it, and :mod:`sparsam.step_cost` takes the time.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -22,79 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from sparsam.checks import check_module, check_whole
-from sparsam.errors import UserTypeError
 from sparsam.inventory import is_compiled
-from sparsam.passes import preserve_state
 from sparsam.replay.autograd_graph import leaf_of, node_of, reachable_nodes, tensors_in
 from sparsam.replay.calls import Call, intercepted
-from sparsam.replay.clock import Clock
-from sparsam.replay.modules import unwrap
 from sparsam.replay.recording import Kept, in_backward, keep, same_tensors
 
-PASSES, WARM_UP = 3, 2
-
 T = TypeVar("T")
-
-
-class Cut(NamedTuple):
-    """The input of a module, and how much follows it."""
-
-    name: str
-    """The name of the module."""
-    weights: float
-    """The fraction of the weights that are used after the cut and nowhere before."""
-    step: float | None
-    """The fraction of a pass, forward and backward, that follows the cut; None if it was not measured."""
-
-
-def find_cuts(
-    model: nn.Module,
-    run: Callable[[], Any],
-    *,
-    passes: int = PASSES,
-    clock: Clock | None = None,
-) -> list[Cut]:
-    """Find where a model can be cut, earliest first, and measure how much of a pass follows each cut.
-
-    Of cuts with the same weights after them only the last is listed, because it costs least; of names for the same
-    place only the outermost. Running statistics and torch's random numbers are afterwards as they were.
-
-    Args:
-        model: The network.
-        run: One pass: forward and backward, like an optimizer's closure. It should return the loss. Without,
-            the loss is taken to use every output that the model itself does not go on with, such as that of an
-            auxiliary head: no place after it is a cut.
-        passes: How many passes to time (the median counts), after two to warm up; 0: do not measure.
-        clock: What to take the time with; None: a clock of the model's device. One with `device_time` measures what a
-            captured step will take, not how fast Python can launch it.
-
-    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    >>> x = torch.ones(3, 4)
-    >>> [(cut.name, cut.weights) for cut in find_cuts(model, lambda: model(x).sum().backward(), passes=0)]
-    [('0', 1.0), ('2', 0.3103448275862069)]
-    """
-    check_module("model", model, optional=False)
-    if not callable(run):
-        raise UserTypeError(
-            f"run must be a function that computes the loss and calls backward(), but is a {type(run).__name__}"
-        )
-    check_whole("passes", passes, least=0)
-    with preserve_state(model):
-        found = parameters_after(unwrap(model), run)
-    places = {name: after for name, after in found.after.items() if name not in found.unsure}
-    total = weight_count(places.pop(""))
-    steps: dict[str, float] = {}
-    if passes and places:
-        clock = clock or Clock(next(p.device for p in model.parameters()))
-        measured = []
-        for i in range(WARM_UP + passes):
-            with preserve_state(model):
-                shares = _shares(unwrap(model), list(places), run, clock)
-            if i >= WARM_UP:
-                measured.append(shares)
-        steps = {name: statistics.median(shares[name] for shares in measured) for name in places}
-    return [Cut(name, weight_count(after) / total, steps.get(name)) for name, after in places.items()]
 
 
 def weight_count(params: Iterable[Tensor]) -> int:
@@ -201,14 +134,6 @@ def _entries(output: Any) -> Iterable[Any]:
 def _node_count() -> int:
     """Return the number that autograd's next node will have."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
-
-
-def _shares(model: nn.Module, names: list[str], run: Callable[[], Any], clock: Clock) -> dict[str, float]:
-    """Run one pass; return the share of its time between each module's call and the gradient of its input."""
-    clock.prepare()
-    spans = spans_after(model, names, run, clock.now)
-    total = clock.between(*spans[""])
-    return {name: clock.between(*spans[name]) / total for name in names}
 
 
 def spans_after(

@@ -63,6 +63,7 @@ class ReplayedPasses(Passes):
         shared = self._inventory if model is not None and unwrap(model) is unwrap(network) else None
         self.replay, self.replicas = Replay(network, cut, shared), replicas
         self.known: Mapping[Tensor, bool] = {}  # whether a parameter lies before the cut, as far as a pass has shown
+        self._looked = False  # whether a base step without a closure was seen
         self._is_alone = False  # whether the latest first pass has exchanged no gradients
         self._prefix: list[bool] = []  # which of the optimizer's parameters lie before the cut
         self._skipped: Iterable[nn.Module] = ()
@@ -93,8 +94,7 @@ class ReplayedPasses(Passes):
         if prefix is None and new:
             by_order = parameters_before_by_order(self.replay.model, self.replay.cut)
             prefix = frozenset(p for p in params if self.known.get(p, p in by_order))
-            unknown = set(self.replay.model.parameters()).difference(self.known)
-            guessed = sum(p.requires_grad and p in unknown for p in params)
+            guessed = self._unknown(params)
         if guessed:
             self.replay.warn_by_order(f"of {guessed} parameters" if self.known else "parameters")
         elif self.replay.recording is None:
@@ -110,6 +110,18 @@ class ReplayedPasses(Passes):
         if self._is_alone and not self.replicas.local:
             self.replicas.average_gradients(p for p, before in zip(params, self._prefix, strict=True) if not before)
         self._is_alone = False
+
+    def _unknown(self, params: Sequence[Tensor]) -> int:
+        """Return of how many parameters it is not known whether they lie before the cut."""
+        unknown = set(self.replay.model.parameters()).difference(self.known)
+        return sum(p.requires_grad and p in unknown for p in params)
+
+    def without_closure(self, params: Sequence[Tensor]) -> None:
+        """Say in a base step already that nothing will be replayed, unless the first pass has more to say."""
+        if self.known and not self._looked:
+            self._looked = True  # once: walking a model takes time
+            if not self._unknown(params):
+                self.replay.warn_two_step()
 
     def in_scope(self, params: Sequence[Tensor]) -> list[bool]:
         """Return for each parameter whether it lies in the suffix."""

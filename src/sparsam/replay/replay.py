@@ -89,6 +89,7 @@ class Replay:
         self._off: str | None = None  # why replay is not even tried
         self._sharded = False  # as the latest first pass found the model
         self._by_name: dict[str, nn.Parameter] = {}  # the parameters of a sharded model, between passes
+        self.consequence = ""  # of second passes that are computed in full, in words: a part of the warning
         self._warned = False
         if self.distributed and self.wrapper.static_graph:
             self._off = "DistributedDataParallel(static_graph=True) allows one way through the graph only"
@@ -328,17 +329,20 @@ class Replay:
         if reason and not self._warned:
             self._warned = True
             how = "exact but slower" if exact else "and is no repetition of the first"
-            warn(f"the second pass is computed in full, {how}: {reason}")
+            self._say(f"the second pass is computed in full, {how}: {reason}")
 
     def warn_by_order(self, parameters: str) -> None:
         """Say that it is not seen which parameters follow the cut, and why."""
         if not self._warned:
             self._warned = True
             reason = self._off or (UNSEEN if self.recording is None else self._obstacle(self.recording, ()))
-            warn(
+            self._say(
                 f"the second pass is computed in full, and which {parameters} follow {self.cut!r} is not seen: those "
                 f"of modules that were registered from it on are perturbed, which may be others. The reason: {reason}"
             )
+
+    def _say(self, text: str) -> None:
+        warn(f"{text}. {self.consequence}" if self.consequence else text)
 
     def give_up(self, reason: str, *, exact: bool = True) -> None:
         """Compute every pass in full from now on."""

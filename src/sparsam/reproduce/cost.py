@@ -9,10 +9,10 @@ import torch
 
 from sparsam.ascents import Ascent
 from sparsam.masks import SuffixMask
-from sparsam.replay.clock import Clock
 from sparsam.runs.build import build_network, usual_images
 from sparsam.runs.recipe import Recipe
 from sparsam.schedules import EveryStep
+from sparsam.step_cost import Clock
 from sparsam.training.build import build_base, build_sam, count_ascents
 from sparsam.training.planned import PlannedRun, usual_epoch_steps
 from sparsam.training.step import TrainingStep, is_captured

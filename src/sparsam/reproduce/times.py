@@ -15,7 +15,6 @@ from torch.utils.data import default_collate
 from sparsam.errors import UserValueError
 from sparsam.fisher import diagonal_fisher
 from sparsam.randomness import random_generator
-from sparsam.replay.clock import Clock
 from sparsam.reproduce.comparison import compare
 from sparsam.reproduce.experiments import Experiment
 from sparsam.reproduce.table import FISHER_SECONDS
@@ -24,6 +23,7 @@ from sparsam.runs.directory import RunDirectory
 from sparsam.runs.recipe import Recipe
 from sparsam.runs.run import Run
 from sparsam.runs.same import INCIDENTAL, different_settings
+from sparsam.step_cost import Clock
 from sparsam.training.environment import device_name, measured_with
 from sparsam.training.planned import PlannedRun
 from sparsam.training.turns import time_steps, without_seed

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from sparsam.runs.directory import RunDirectory
@@ -15,7 +16,6 @@ from sparsam.runs.files import RunError
 from sparsam.runs.recipe import RecipeError, images_to_evaluate, recipe_from
 from sparsam.runs.record import Record, is_number, shown
 from sparsam.runs.same import COMPUTATION, settings_of
-from sparsam.runs.step_time import step_time
 from sparsam.step_cost import StepRatio
 
 TEXTS = ("model.name", "data.name", "mask.name", "train.precision")  # keys of recipe.json that Run relies on
@@ -284,3 +284,22 @@ def _with_metrics(run: Run) -> Run:
         seconds=last.elapsed,
         perturbed=None if last.perturbed is None else fmean(epoch.perturbed or 0.0 for epoch in run.metrics),
     )
+
+
+def step_time(epochs: Iterable[tuple[float, float | None]]) -> float:
+    """Return the mean time of a step.
+
+    Epochs that perturb the same share of the weights count at their median. So one slow epoch does not count, such as
+    the first, but sharpness-aware steps at the end do.
+
+    Args:
+        epochs: For each epoch, the time of a step and the share of the weights that is perturbed.
+
+    >>> step_time([(9.0, 0.0), (1.0, 0.0), (1.0, 0.0), (2.0, 1.0)])
+    1.25
+    """
+    alike: defaultdict[object, list[float]] = defaultdict(list)
+    for time, perturbed in epochs:
+        # A step that perturbs anything at all takes a second pass.
+        alike[None if perturbed is None else (perturbed > 0, round(perturbed, 2))].append(time)
+    return sum(len(times) * median(times) for times in alike.values()) / sum(map(len, alike.values()))

@@ -10,7 +10,6 @@ counts as often as it comes in a run.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -19,12 +18,11 @@ import torch
 
 from sparsam.ascents import Ascent, GradientAscent
 from sparsam.data import Batch, Loader
-from sparsam.replay.clock import Clock
 from sparsam.runs.build import build_loader, build_network
 from sparsam.runs.config import MaskConfig
 from sparsam.runs.recipe import Recipe
 from sparsam.schedules import EveryNth, EveryStep
-from sparsam.step_cost import StepRatio
+from sparsam.step_cost import Clock, StepRatio, times_in_turn
 from sparsam.training.build import Context, build_base, build_mask, build_sam, count_ascents
 from sparsam.training.step import TrainingStep, is_captured
 from sparsam.training.trainer import prepare_torch, total_steps
@@ -46,7 +44,7 @@ def time_in_turn(
     *,
     device: torch.device,
     rounds: int,
-    now: Callable[[], float] | None = None,
+    clock: Clock | None = None,
 ) -> list[StepRatio]:
     """Time the steps of several recipes in turn.
 
@@ -55,7 +53,7 @@ def time_in_turn(
             optimizer's times. A recipe without SAM takes 1.
         device: Where.
         rounds: How many; none has more than the shortest run has steps.
-        now: Returns a time in seconds; None: that of the process or of the device's clock.
+        clock: What to take the time with; None: the device's, and on a CPU with one thread the process's.
     """
     groups: dict[object, list[int]] = {}
     for i, recipe in enumerate(recipes):
@@ -64,7 +62,7 @@ def time_in_turn(
     threads = torch.get_num_threads()
     for indices in groups.values():
         torch.set_num_threads(threads)  # where a recipe does not say how many
-        ratios.update(zip(indices, _time_group([recipes[i] for i in indices], device, rounds, now), strict=True))
+        ratios.update(zip(indices, _time_group([recipes[i] for i in indices], device, rounds, clock), strict=True))
     return [ratios[i] for i in range(len(recipes))]
 
 
@@ -74,24 +72,24 @@ def _workload(recipe: Recipe) -> object:
     return recipe.model, recipe.data, recipe.optimizer.name, *(getattr(recipe.train, key) for key in keys)
 
 
-def _time_group(
-    recipes: Sequence[Recipe], device: torch.device, rounds: int, now: Callable[[], float] | None
-) -> list[StepRatio]:
+def _time_group(recipes: Sequence[Recipe], device: torch.device, rounds: int, clock: Clock | None) -> list[StepRatio]:
     prepare_torch(recipes[0], device)
     loader = build_loader(recipes[0], device)
     batch = next(iter(loader.epoch(0)))
     methods = [_parts(recipe, loader, batch) if recipe.sam.enabled else None for recipe in recipes]
     base = _part(1.0, recipes[0], loader, batch)
-    for part in (base, *(part for method in methods for part in method or ())):
+    parts = [base, *(part for method in methods for part in method or ())]
+    for part in parts:
         for _ in range(WARM_UP):
             part.take()
-    timer, steps = _timer(device, now), CAPTURED_STEPS if is_captured(recipes[0], device) else 1
-    ratios: list[list[float]] = [[] for _ in recipes]
-    for _ in range(min(rounds, *(total_steps(recipe, loader.steps) for recipe in recipes))):
-        plain = timer(base.take, steps)
-        for found, method in zip(ratios, methods, strict=True):
-            times = [part.fraction * timer(part.take, steps) / plain for part in method] if method else [1.0]
-            found.append(sum(times))
+    clock = clock or Clock(device, process_time=device.type == "cpu" and torch.get_num_threads() == 1)
+    steps = CAPTURED_STEPS if is_captured(recipes[0], device) else 1
+    rounds = min(rounds, *(total_steps(recipe, loader.steps) for recipe in recipes))
+    plain, *others = times_in_turn([part.take for part in parts], rounds=rounds, clock=clock, count=steps)
+    times, ratios = iter(others), []
+    for method in methods:
+        own = [(part.fraction, next(times)) for part in method or ()] or [(1.0, plain)]
+        ratios.append([sum(share * found[k] / plain[k] for share, found in own) for k in range(rounds)])
     return [StepRatio.of(found) for found in ratios]
 
 
@@ -157,23 +155,3 @@ def _with_interval(config: MaskConfig, epochs: int | None) -> MaskConfig:
     if config.inner is not None:
         return replace(config, inner=_with_interval(config.inner, epochs))
     return replace(config, interval_epochs=epochs)
-
-
-def _timer(device: torch.device, now: Callable[[], float] | None) -> Callable[[Callable[[], object], int], float]:
-    """Return what takes the time of some steps."""
-    clock = Clock(device)
-    if now is None and device.type == "cpu" and torch.get_num_threads() == 1:
-        now = time.process_time
-
-    def seconds(take: Callable[[], object], steps: int) -> float:
-        def work() -> None:
-            for _ in range(steps):
-                take()
-
-        if now is None:
-            return clock.time(work)
-        start = now()
-        work()
-        return now() - start
-
-    return seconds

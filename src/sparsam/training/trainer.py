@@ -29,7 +29,7 @@ from sparsam.runs.build import build_loader, build_network
 from sparsam.runs.checkpoint import load_checkpoint, save_checkpoint
 from sparsam.runs.directory import RunDirectory
 from sparsam.runs.recipe import Recipe
-from sparsam.runs.step_time import step_time
+from sparsam.runs.run import step_time
 from sparsam.sam import SAM
 from sparsam.training.build import Context, build_optimizer
 from sparsam.training.flops import theoretical_flops

@@ -6,8 +6,7 @@ import pytest
 import torch
 from replay_models import BASE, CASES, closure_of, differences, snapshot
 
-from sparsam.replay import cut_costs
-from sparsam.replay.clock import Clock
+from sparsam.step_cost import Clock, cut_costs
 
 
 class Script(Clock):
