@@ -43,9 +43,8 @@ from sparsam.models import build_model
 from sparsam.models.resnet import BasicBlock, Bottleneck
 from sparsam.models.vit import Block as ViTBlock
 from sparsam.models.vit import ViT
-from sparsam.replay.clock import Clock
 from sparsam.share import WHOLE, mix, split, weights
-from sparsam.step_cost import StepRatio
+from sparsam.step_cost import Clock, StepRatio
 
 BASE, SAM_ROW = "base step", "SAM"
 EAGER, COMPILED, GRAPH = "eager", "compiled", "graph"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from committed import RESULTS, ROOT
 from cost_to_sam import __main__ as command
-from cost_to_sam import report, runs, training
+from cost_to_sam import report, runs, times, training
 from cost_to_sam.methods import METHODS, Task
 from cost_to_sam.report import tables
 from cost_to_sam.report.scores import BASE, Row, Workbook
@@ -65,18 +65,18 @@ def test_rounding_keeps_so_many_levels():
     assert coarse.bias.equal(model.bias)
 
 
-def made(method, seed, value, rho=None, *, workload="forecast", seconds=10.0, processor="slow"):
+def made(method, seed, value, rho=None):
     rho = METHODS[method].rho if rho is None else rho
     return {
-        "workload": workload,
+        "workload": "forecast",
         "method": method,
         "seed": seed,
         "rho": rho,
         "test": {"last": value, "best": value},
         "validation": {"last": value},
         "rounded": {str(bits): None if value is None else value + 0.01 * bits for bits in training.BITS},
-        "cost": {"counted": 1.0, "cpu_seconds": seconds},
-        "environment": {"processor": processor, "torch": "2", "python": "3", "git": "abc"},
+        "cost": {"counted": 1.0},
+        "environment": {"processor": "slow", "torch": "2", "python": "3", "git": "abc"},
         "source": "def",
     }
 
@@ -103,7 +103,7 @@ def test_one_training_that_diverges_is_enough():
     book = Workbook("forecast", found)
     assert book.is_not_worse(Row("share-8")) is False
     assert book.is_not_worse(BASE, Row("share-8")) is True
-    assert "| SAM on 1/8 of the batch | 1.00× | 1.00× | diverges | 0 of 1 |" in tables.scores([book], tables.FIXED)
+    assert "| SAM on 1/8 of the batch | 1.00× | – | diverges | 0 of 1 |" in tables.scores([book], tables.FIXED)
     assert "| SAM on 1/8 of the batch | diverges (5) |" in tables.metrics([book], "last")
 
 
@@ -115,23 +115,26 @@ def test_without_a_gain_of_sam_nothing_is_scored():
     assert "| SAM | 1.0190 ± 0.0190 (5) |" in tables.metrics([book], "last")
 
 
-def test_times_are_compared_on_one_processor_and_seed():
-    found = [made("base", 0, 1.0, seconds=10.0), made("base", 1, 1.0, seconds=1.0, processor="fast")]
-    found += [made("sam", 0, 1.0, seconds=20.0), made("sam", 1, 1.0, seconds=2.2, processor="fast")]
-    assert Workbook("forecast", found).measured(Row("sam")) == pytest.approx(2.1)
-    found.append(made("share-8", 0, 1.0, seconds=1.2, processor="fast"))  # another seed's base ran there
-    assert Workbook("forecast", found).measured(Row("share-8")) is None
+def test_a_measured_cost_stands_beside_the_counted_one():
+    data, workload = Small().load(None), Small()
+    found = times.costs(workload, data, ["base", "sam", "seventh", "base-2"], rounds=3)
+    assert found["base"]["cost"] == 1
+    assert found["seventh"]["fraction"] == pytest.approx(1 / 4)  # steps 0 and 7... of 4
+    assert found["base-2"]["cost"] == pytest.approx(2 * found["base-2"]["step"]["median"])
+    book = Workbook("forecast", base_and_sam(), {"costs": {"forecast": {"sam": {"cost": 1.9}}}})
+    assert book.measured(Row("sam")) == 1.9
+    assert book.measured(BASE) is None
 
 
 def test_a_page_has_a_dash_for_what_is_missing(tmp_path):
-    nothing = report.files([], tmp_path)
+    nothing = report.files([], {}, tmp_path)
     assert [path.name for path in nothing] == ["README.md"]
     found = [run for run in base_and_sam() if run["seed"] < 3]
-    [page, *pictures] = report.files(found, tmp_path).values()
-    assert "| SAM | 1.00× | 1.00× | 100 % (99 to 101), n 3 | – |" in page
+    [page, *pictures] = report.files(found, {}, tmp_path).values()
+    assert "| SAM | 1.00× | – | 100 % (99 to 101), n 3 | – |" in page
     assert "| share-8" not in page
     assert "| SAM on 1/8 of the batch | – | – | – | – |" in page
-    assert "| forecast, MSE | SAM | 0.5060 | – | – | – | – | 0.1 |" in page
+    assert "| forecast, MSE | SAM | 0.5000 | – | – | – | – | 0.1 |" in page
     assert "| 3 | SAM, ρ searched | – | – | – | +0.0300 ± 0.0000 (3) | – |" in page
     assert "| slow | 3 | 2 | abc | def | 6 |" in page
     assert len(pictures) == 2
@@ -149,7 +152,7 @@ def test_a_search_shows_its_best_radius_and_compares_with_it():
     assert book.helped == pytest.approx(0.7)
     lines = tables.searches([book], METHODS["sam"].search)
     assert (
-        "| SAM | 0.5060 | 0.8050 | **0.3050** | 0.8050 | 0.8050 | 0.1 | 71 % (70 to 71) | 100 %, n 2, ρ 0.4 |" in lines
+        "| SAM | 0.5000 | 0.8000 | **0.3000** | 0.8000 | 0.8000 | 0.1 | 71 % (70 to 71) | 100 %, n 2, ρ 0.4 |" in lines
     )
 
 
@@ -192,7 +195,9 @@ def test_check_finds_what_would_change(tmp_path, monkeypatch):
 @pytest.mark.skipif(not any((RESULTS / runs.FOLDER).rglob("*.json")), reason="no committed runs")
 def test_the_page_is_up_to_date(monkeypatch):
     monkeypatch.undo()  # the small workload
-    names = [path.name for path in command.changed(report.files(runs.results([RESULTS]), ROOT))]
+    names = [
+        path.name for path in command.changed(report.files(runs.results([RESULTS]), runs.measurements([RESULTS]), ROOT))
+    ]
     assert not names, f"{', '.join(names)}: run python -m cost_to_sam report"
 
 

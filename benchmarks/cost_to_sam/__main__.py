@@ -1,4 +1,4 @@
-"""The command: `train` and `report`."""
+"""The command: `train`, `measure` and `report`."""
 
 import argparse
 import os
@@ -12,11 +12,13 @@ from sparsam.runs.files import replace_file
 
 from .methods import METHODS
 from .report import files
-from .runs import Run, Unit, best_radii, final_runs, missing, results, search_runs
+from .runs import Run, Unit, best_radii, final_runs, measurements, missing, results, search_runs
+from .times import measure
 from .workloads import WORKLOADS
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = ROOT / "results"
+ON_GPU = 8  # runs of a process: beginning one takes as long as training a small network
 
 
 def planned(options, places):
@@ -37,14 +39,15 @@ def train(options):
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes to come
     places = [options.output, COMMITTED]
     left = missing(planned(options, places), places)
-    units = [Unit(run, options.data.absolute()) for run in left]
-    print(f"{len(units)} runs, about {sum(unit.minutes for unit in units) / 60:.1f} hours on one core")
+    count = 1 if options.device == "cpu" else ON_GPU
+    units = [Unit(tuple(left[i : i + count]), options.data.absolute()) for i in range(0, len(left), count)]
+    print(f"{len(left)} runs, about {sum(run.minutes for run in left) / 60:.1f} hours on one core")
     if options.list:
         return 0
     for name in sorted({WORKLOADS[run.workload].needs for run in left} - {""}):
         if not (options.data / name).exists():
             sys.exit(f"--data must be a folder that holds {name}, but {options.data} does not")
-    failed = run_all([Slots("cost to SAM", units, options.cores, "cpu", options)], options.minutes)
+    failed = run_all([Slots("cost to SAM", units, options.cores, options.device, options)], options.minutes)
     for unit in failed:
         print(f"failed: {unit.name}; see {unit.log(options.output)}")
     return 1 if failed else 0
@@ -52,7 +55,8 @@ def train(options):
 
 def report(options):
     """Write the page and the picture, or only say which of them would change."""
-    texts = files(results([*filter(None, [options.output]), COMMITTED]), ROOT)
+    places = [*filter(None, [options.output]), COMMITTED]
+    texts = files(results(places), measurements(places), ROOT)
     if options.check:
         names = [str(path.relative_to(ROOT)) for path in changed(texts)]
         if names:
@@ -74,12 +78,21 @@ def main():
     training.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     training.add_argument("--seeds", nargs="+", type=int, default=list(range(5)))
     training.add_argument("--cores", type=int, default=os.cpu_count() or 1, help="runs at once, a thread each")
+    training.add_argument("--device", default="cpu", help="where the networks are, such as cuda")
     training.add_argument(
         "--minutes", type=float, help="stop after this many minutes; a run that is stopped starts again"
     )
     training.add_argument("--list", action="store_true", help="say how much is left, and train nothing")
     training.add_argument("--smoke", action="store_true", help="one epoch of each method and workload")
     training.add_argument("--output", type=Path, default=Path("runs"), help="where runs are written")
+    measuring = commands.add_parser("measure", help="time the methods in turn, to compare with what is counted")
+    measuring.set_defaults(run=measure)
+    measuring.add_argument("--data", type=Path, default=Path("data"), help="holds CIFAR-10's folder and ETTh1.csv")
+    measuring.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    measuring.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    measuring.add_argument("--device", default="cpu", help="where the networks are, such as cuda")
+    measuring.add_argument("--rounds", type=int, default=15, help="how often each method takes its turn")
+    measuring.add_argument("--output", type=Path, required=True, help="the JSON file to write")
     reporting = commands.add_parser("report", help="write results/cost-to-sam/README.md and the picture")
     reporting.set_defaults(run=report)
     reporting.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file would change")

@@ -45,6 +45,7 @@ class Task:
         model: Its network, new.
         steps: The steps of the training.
         rho: The radius; None where nothing is perturbed.
+        every_step: Whether every step is sharpness-aware, whatever the method's schedule is, as to time it.
     """
 
     workload: Workload
@@ -52,6 +53,7 @@ class Task:
     model: nn.Module
     steps: int
     rho: float | None
+    every_step: bool = False
 
     def base(self, decay: float = 1.0) -> Optimizer:
         """Build the base optimizer, with a multiple of its weight decay."""
@@ -60,6 +62,8 @@ class Task:
 
     def sam(self, **options: Any) -> SAM:
         """Build a SAM around it."""
+        if self.every_step:
+            options.pop("schedule", None)
         return SAM.wrap(self.base(), rho=self.rho, model=self.model, **options)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import inf, isnan, nan
@@ -20,6 +21,7 @@ from .training import train
 from .workloads import WORKLOADS
 
 FOLDER = Path("cost-to-sam")  # in results/, and in an output folder
+TIMES = "times"  # in it, for what steps took
 SEARCH_SEEDS, SEEDS = (0,), range(5)
 
 
@@ -33,6 +35,12 @@ class Run:
     seed: int
 
     @property
+    def minutes(self) -> float:
+        """How long it takes on a core, roughly."""
+        method = METHODS[self.method]
+        return WORKLOADS[self.workload].minutes * method.epochs * method.passes
+
+    @property
     def file(self) -> Path:
         """Where it is written, below the folder of all runs."""
         rho = "" if self.rho is None else f"-rho{self.rho:g}"
@@ -41,41 +49,48 @@ class Run:
 
 @dataclass(frozen=True)
 class Unit:
-    """A run that a process trains (:mod:`processes`)."""
+    """Runs that a process trains one after another (:mod:`processes`)."""
 
-    run: Run
+    runs: tuple[Run, ...]
     data: Path
-    count: int = 1
 
     @property
     def name(self) -> str:
-        """The run's name."""
-        return f"{self.run.workload}/{self.run.file.stem}"
+        """The name of the first run, and how many follow it."""
+        first, more = self.runs[0], len(self.runs) - 1
+        return f"{first.workload}/{first.file.stem}" + (f" and {more} more" if more else "")
 
     progress = name
 
     @property
+    def count(self) -> int:
+        """How many runs these are."""
+        return len(self.runs)
+
+    @property
     def minutes(self) -> float:
-        """How long it takes, roughly."""
-        method = METHODS[self.run.method]
-        return WORKLOADS[self.run.workload].minutes * method.epochs * method.passes
+        """How much time there should be to begin: a process that is stopped loses one run."""
+        return max(run.minutes for run in self.runs)
 
     def log(self, output: Path) -> Path:
         """Return the file for what its process prints."""
-        return output / "logs" / f"{self.run.workload}-{self.run.file.stem}.log"
+        first = self.runs[0]
+        return output / "logs" / f"{first.workload}-{first.file.stem}.log"
 
     def train(self, device: str, options: Any) -> None:
-        """Train the run and write its file."""
+        """Train the runs and write the file of each."""
         torch.set_num_threads(1)
-        environment = describe_environment(torch.device(device))
-        if options.smoke:
-            type(WORKLOADS[self.run.workload]).epochs = 1
-        result = train(self.run.workload, self.run.method, self.run.rho, self.run.seed, self.data)
-        about = {"workload": self.run.workload, "method": self.run.method, "seed": self.run.seed}
-        content = {**about, **result, "source": source(), "environment": environment}
-        path = options.output / self.run.file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, json.dumps({**content, "ended": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"}, indent=1) + "\n")
+        for run in self.runs:
+            if options.smoke:
+                type(WORKLOADS[run.workload]).epochs = 1
+            about = {"workload": run.workload, "method": run.method, "seed": run.seed}
+            environment = describe_environment(torch.device(device))
+            result = train(run.workload, run.method, run.rho, run.seed, self.data, device)
+            content = {**about, **result, "source": source(), "environment": environment}
+            path = options.output / run.file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            ended = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
+            replace_file(path, json.dumps({**content, "ended": ended}, indent=1) + "\n")
 
 
 def source() -> str:
@@ -113,8 +128,23 @@ def missing(runs: list[Run], places: list[Path]) -> list[Run]:
 
 def results(places: list[Path]) -> list[dict[str, Any]]:
     """Read all runs in some places; a run counts once."""
-    files = {file.relative_to(place): file for place in reversed(places) for file in (place / FOLDER).rglob("*.json")}
-    return [json.loads(file.read_text(encoding="utf-8")) for _, file in sorted(files.items())]
+    return [*read(places, WORKLOADS).values()]
+
+
+def measurements(places: list[Path]) -> dict[str, dict[str, Any]]:
+    """Read what the methods' steps took, by the name of the machine's file."""
+    return {file.stem: content for file, content in read(places, [TIMES]).items()}
+
+
+def read(places: list[Path], folders: Iterable[str]) -> dict[Path, dict[str, Any]]:
+    """Read the files in some folders. A file of an earlier place stands for those in later ones."""
+    files = {
+        file.relative_to(place): file
+        for place in reversed(places)
+        for folder in folders
+        for file in (place / FOLDER / folder).glob("*.json")
+    }
+    return {file: json.loads(path.read_text(encoding="utf-8")) for file, path in sorted(files.items())}
 
 
 def best_radii(found: list[dict[str, Any]]) -> dict[tuple[str, str], float]:

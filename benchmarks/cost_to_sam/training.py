@@ -21,11 +21,13 @@ LOOKS = 10  # at the validation data, roughly
 BITS = (8, 4, 3)  # of the rounded weights
 
 
-def train(workload: str, method: str, rho: float | None, seed: int, data_root: Path) -> dict[str, Any]:
+def train(
+    workload: str, method: str, rho: float | None, seed: int, data_root: Path, device: str = "cpu"
+) -> dict[str, Any]:
     """Train, and return the curve, the cost and the metrics."""
     task, way = WORKLOADS[workload], METHODS[method]
     torch.manual_seed(seed)
-    data, model = task.load(data_root), task.network()
+    data, model = task.load(data_root).to(device), task.network().to(device)
     (x, y), size = data.train, task.batch_size
     epochs, epoch_steps = round(way.epochs * task.epochs), len(x) // size
     stepper = way.build(Task(task, data, model, epochs * epoch_steps, rho))
@@ -34,7 +36,7 @@ def train(workload: str, method: str, rho: float | None, seed: int, data_root: P
     curve, best, seconds = [], None, 0.0
     for epoch in range(epochs):
         model.train()
-        order = torch.randperm(len(x), generator=random_generator(seed, epoch))
+        order = torch.randperm(len(x), generator=random_generator(seed, epoch)).to(device)
         losses, start = [], time.process_time()
         for i in range(epoch_steps):
             chosen = order[i * size : (i + 1) * size]

@@ -28,6 +28,10 @@ class Data(NamedTuple):
     validation: Batch
     test: Batch
 
+    def to(self, device: str) -> Data:
+        """Return the data on a device."""
+        return Data(*((x.to(device), y.to(device)) for x, y in self))
+
 
 class Workload(ABC):
     """A task. Its numbers are the settings of the base optimizer, which all methods share."""

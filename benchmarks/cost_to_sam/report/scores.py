@@ -14,7 +14,7 @@ from ..runs import SEARCH_SEEDS, best_radii
 from ..workloads import WORKLOADS
 
 MARGIN = 0.1  # of SAM's gain
-Result = dict[str, Any]  # the content of a run's file
+Result = dict[str, Any]  # the content of a file
 
 
 class Row(NamedTuple):
@@ -46,9 +46,11 @@ class Workbook:
     Args:
         workload: Its name.
         found: All runs of all workloads.
+        times: What the methods' steps took on a machine, if that is known.
     """
 
-    def __init__(self, workload: str, found: Iterable[Result]) -> None:
+    def __init__(self, workload: str, found: Iterable[Result], times: Result | None = None) -> None:
+        self.costs: dict[str, Any] = (times or {"costs": {}})["costs"].get(workload, {})
         self.name, self.workload = workload, WORKLOADS[workload]
         self.found = [result for result in found if result["workload"] == workload]
         self.best = {method: rho for (_, method), rho in best_radii(self.found).items()}
@@ -113,14 +115,9 @@ class Workbook:
         return median(costs) if costs else None
 
     def measured(self, row: Row) -> float | None:
-        """Return the median over seeds of the ratio of CPU times to the base optimizer's on the same processor."""
-        base = {(seed, processor(result)): seconds(result) for seed, result in self.rows.get(BASE, {}).items()}
-        ratios = [
-            seconds(result) / base[seed, processor(result)]
-            for seed, result in self.rows.get(row, {}).items()
-            if base.get((seed, processor(result)))
-        ]
-        return median(ratios) if ratios else None
+        """Return the cost of a row in time, in steps of the base optimizer."""
+        cost = self.costs.get(row.method)
+        return cost and cost["cost"]
 
     def validation(self, method: str, rho: float) -> list[float | None]:
         """Return the metric on validation data of a search's runs with a radius."""
@@ -129,13 +126,3 @@ class Workbook:
             for result in self.found
             if (result["method"], result["rho"]) == (method, rho) and result["seed"] in SEARCH_SEEDS
         ]
-
-
-def processor(result: Result) -> str:
-    """Return the processor of a run."""
-    return result["environment"]["processor"]
-
-
-def seconds(result: Result) -> float:
-    """Return the CPU time of a run."""
-    return result["cost"]["cpu_seconds"]

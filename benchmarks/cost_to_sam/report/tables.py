@@ -14,7 +14,7 @@ from sparsam.report.text import markdown
 from ..methods import METHODS
 from ..runs import SEARCH_SEEDS, SEEDS
 from ..training import BITS
-from .scores import Row, Score, Workbook
+from .scores import Result, Row, Score, Workbook
 
 FIXED = [Row(name) for name in METHODS]
 SEARCHED = [Row(name, searched=True) for name, method in METHODS.items() if method.search]
@@ -37,7 +37,7 @@ PAGE = """# Cost to SAM
 SAM takes two passes in a step. This page compares cheaper ways to train: the share of SAM's gain that each keeps, and
 its cost. This command makes the page from the runs in this folder, in [benchmarks/](../../benchmarks):
 
-    PYTHONPATH=. python -m cost_to_sam report
+    python -m cost_to_sam report
 
 The **score** of a method is its gain over the base optimizer as a percentage of SAM's gain with the ρ that was best on
 validation data. 0 % is the base optimizer, 100 % is SAM. Intervals are 95 % intervals of differences paired by seed. A
@@ -52,10 +52,9 @@ A gain is in the workload's unit, and positive is better. Workloads on which SAM
 {provisional}
 ## Score
 
-Cost is relative to the base optimizer: counted in passes of the forward and backward computation, and measured as CPU
-time. Measured cost is the median over seeds of the ratio to the base optimizer's run of the seed on the same kind of
-processor, then the median over workloads, with the range over workloads in parentheses. Scores have their interval in
-parentheses, and their number of seeds n if it is not {seeds}.
+Cost is relative to the base optimizer: counted in passes of the forward and backward computation, and
+[measured](#time). The median over workloads, with the range in parentheses. Scores have their interval in parentheses,
+and their number of seeds n if it is not {seeds}.
 
 ### One setting for all workloads
 
@@ -98,13 +97,21 @@ The first row minus the second, in the workload's unit; positive is better. *Not
 
 {comparisons}
 
+## Time
+
+`python -m cost_to_sam measure` lets each method take its steps in turn with the base optimizer, round after round. c is
+the median over the rounds of the ratio in a round. If a fraction q of a training's steps are the method's own, its cost
+is 1 + q (c − 1).
+
+{times}
+
 ## Runs
 
 {runs}
 """
 
 
-def page(books: Sequence[Workbook]) -> str:
+def page(books: Sequence[Workbook], measured: dict[str, Result]) -> str:
     """Return the page as Markdown."""
     provisional = [book.name for book in books if not book.sam.searched]
     note = (
@@ -124,6 +131,7 @@ def page(books: Sequence[Workbook]) -> str:
             searches(books, radii) for radii in dict.fromkeys(METHODS[row.method].search for row in SEARCHED)
         ),
         comparisons=comparisons(books),
+        times="\n\n".join(times(books, found) for found in measured.values()) or NONE,
         runs=runs(books),
     )
 
@@ -153,7 +161,7 @@ def scores(books: Sequence[Workbook], rows: Sequence[Row]) -> str:
         count = f"{sum(verdicts)} of {len(verdicts)}" if verdicts else NONE
         lines.append((METHODS[row.method].title, counted, measured, *(_share(book, row) for book in helped), count))
     names = [book.name for book in helped]
-    return _table(("Method", "Cost (counted)", "CPU time (measured)", *names, "Not worse than SAM"), lines)
+    return _table(("Method", "Cost (counted)", "Cost (measured)", *names, "Not worse than SAM"), lines)
 
 
 KINDS = ("counted", "measured")
@@ -300,6 +308,20 @@ def runs(books: Sequence[Workbook]) -> str:
     )
     rows = [(*about, str(count)) for about, count in sorted(found.items())]
     return _table(("Processor", "Python", "torch", "Commit of sparsam", "Hash of the benchmark", "Runs"), rows)
+
+
+def times(books: Sequence[Workbook], found: Result) -> str:
+    """Return a table of what the methods cost on a machine."""
+    names = [book.name for book in books if book.name in found["costs"]]
+    rows = [
+        (method.title, *(f"{cost['cost']:.2f}×" if (cost := found["costs"][name].get(key)) else NONE for name in names))
+        for key, method in METHODS.items()
+    ]
+    where = (
+        f"{found['device']}, {found['threads']} thread, {found['rounds']} rounds of {found['steps']} steps, "
+        f"torch {found['torch']}, commit {found['git']}:"
+    )
+    return f"{where}\n\n{_table(('Method', *names), rows)}"
 
 
 def _spread(book: Workbook, values: Sequence[float | None], sign: str = "") -> str:
