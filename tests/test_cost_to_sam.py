@@ -209,3 +209,13 @@ def test_the_radius_is_that_of_the_best_validation():
     ]
     assert runs.best_radii(found) == {("forecast", "sam"): 0.2}
     assert runs.best_radii(found[:-1]) == {}  # a search that is not finished chooses nothing
+
+
+@pytest.mark.parametrize(("target", "next_radius"), [(1.5, 3.2), (0.09, 0.05)])
+def test_a_search_goes_on_beyond_its_ends(target, next_radius):
+    found = [made("sam", 0, abs(rho - target), rho) for rho in METHODS["sam"].search]
+    assert runs.best_radii(found) == {}
+    asked = {run.rho for run in runs.search_runs(found) if (run.workload, run.method) == ("forecast", "sam")}
+    assert asked == {*METHODS["sam"].search, next_radius}
+    found.append(made("sam", 0, 1.0, next_radius))
+    assert runs.best_radii(found) == {("forecast", "sam"): pytest.approx(target, abs=0.2)}

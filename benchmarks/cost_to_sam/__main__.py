@@ -26,7 +26,8 @@ def planned(options, places):
     if options.smoke:
         runs = [Run(workload, name, method.rho, 0) for workload in WORKLOADS for name, method in METHODS.items()]
     else:
-        runs = dict.fromkeys([*search_runs(), *final_runs(best_radii(results(places)))])
+        found = results(places)
+        runs = dict.fromkeys([*search_runs(found), *final_runs(best_radii(found))])
     return [
         run
         for run in runs

@@ -110,14 +110,13 @@ def final_runs(best: dict[tuple[str, str], float]) -> list[Run]:
     ]
 
 
-def search_runs() -> list[Run]:
-    """Return the runs that choose a radius."""
+def search_runs(found: list[dict[str, Any]]) -> list[Run]:
+    """Return the runs that choose a radius, as far as the runs that there are tell."""
     return [
         Run(workload, name, rho, seed)
+        for (workload, name), (radii, _) in searches(found).items()
+        for rho in radii
         for seed in SEARCH_SEEDS
-        for workload in WORKLOADS
-        for name, method in METHODS.items()
-        for rho in method.search
     ]
 
 
@@ -147,20 +146,41 @@ def read(places: list[Path], folders: Iterable[str]) -> dict[Path, dict[str, Any
     return {file: json.loads(path.read_text(encoding="utf-8")) for file, path in sorted(files.items())}
 
 
-def best_radii(found: list[dict[str, Any]]) -> dict[tuple[str, str], float]:
-    """Return the radius with the best mean metric on validation data, where a search is finished."""
+def searches(found: list[dict[str, Any]]) -> dict[tuple[str, str], tuple[list[float], float | None]]:
+    """Return which radii are searched for each workload and method, and which is best on validation data.
+
+    A search begins with the method's radii. While the best is at an end, it goes on beyond it, by halves or doubles.
+    The best of a search that is not finished is None.
+    """
     values = {
         (result["workload"], result["method"], result["rho"], result["seed"]): goodness(result) for result in found
     }
-    best = {}
-    for workload in WORKLOADS:
-        for name, method in METHODS.items():
-            means = {
-                rho: sum(values.get((workload, name, rho, seed), nan) for seed in SEARCH_SEEDS) for rho in method.search
-            }
-            if means and not any(isnan(mean) for mean in means.values()):
-                best[workload, name] = max(means, key=means.__getitem__)
-    return best
+
+    def search(workload: str, name: str) -> tuple[list[float], float | None]:
+        radii = [*METHODS[name].search]
+        while True:
+            means = [sum(values.get((workload, name, rho, seed), nan) for seed in SEARCH_SEEDS) for rho in radii]
+            if any(map(isnan, means)):
+                return radii, None
+            best = radii[means.index(max(means))]
+            if best == radii[0]:
+                radii.insert(0, radii[0] / 2)
+            elif best == radii[-1]:
+                radii.append(2 * radii[-1])
+            else:
+                return radii, best
+
+    return {
+        (workload, name): search(workload, name)
+        for workload in WORKLOADS
+        for name, method in METHODS.items()
+        if method.search
+    }
+
+
+def best_radii(found: list[dict[str, Any]]) -> dict[tuple[str, str], float]:
+    """Return the best radius on validation data, where a search is finished."""
+    return {key: best for key, (_, best) in searches(found).items() if best is not None}
 
 
 def goodness(result: dict[str, Any]) -> float:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from sparsam.reproduce.comparison import Difference
 
 from ..methods import METHODS
-from ..runs import SEARCH_SEEDS, best_radii
+from ..runs import SEARCH_SEEDS, searches
 from ..workloads import WORKLOADS
 
 MARGIN = 0.1  # of SAM's gain
@@ -53,7 +53,9 @@ class Workbook:
         self.costs: dict[str, Any] = (times or {"costs": {}})["costs"].get(workload, {})
         self.name, self.workload = workload, WORKLOADS[workload]
         self.found = [result for result in found if result["workload"] == workload]
-        self.best = {method: rho for (_, method), rho in best_radii(self.found).items()}
+        found = {method: search for (name, method), search in searches(self.found).items() if name == workload}
+        self.radii = {method: radii for method, (radii, _) in found.items()}
+        self.best = {method: best for method, (_, best) in found.items() if best is not None}
         self.rows: dict[Row, dict[int, Result]] = {}
         for result in self.found:
             name, rho = result["method"], result["rho"]

@@ -85,8 +85,8 @@ Mean ± standard deviation over seeds, with n in parentheses.
 
 ## Search of ρ
 
-Mean metric on validation data over seeds {search_seeds}. The best is bold. The last two columns are the scores at the
-default ρ and at the best ρ.
+The metric on validation data, seed {search_seeds}. The best is bold. While the best was at an end, the search went on
+beyond it. The last two columns are the scores at the default ρ and at the best ρ.
 
 {rhos}
 
@@ -224,22 +224,21 @@ def _change(result: dict, bits: int) -> float | None:
     return None if before is None or after is None else after - before
 
 
-def searches(books: Sequence[Workbook], radii: Sequence[float]) -> str:
-    """Return a table of the searches among some radii."""
-    lines = []
-    for book in books:
-        for row in (row for row in SEARCHED if METHODS[row.method].search == radii):
-            default = METHODS[row.method].rho
-            cells = [_validation(book, row.method, rho) for rho in radii]
-            lines.append(
-                (
-                    _with_unit(book),
-                    METHODS[row.method].title,
-                    *cells,
-                    f"{default:g}",
-                    *(_share(book, kept) for kept in (Row(row.method), row)),
-                )
-            )
+def searches(books: Sequence[Workbook], begun: Sequence[float]) -> str:
+    """Return a table of the searches that began with some radii."""
+    rows = [row for row in SEARCHED if METHODS[row.method].search == begun]
+    radii = sorted({rho for book in books for row in rows for rho in book.radii[row.method]})
+    lines = [
+        (
+            _with_unit(book),
+            METHODS[row.method].title,
+            *(_validation(book, row.method, rho) for rho in radii),
+            f"{METHODS[row.method].rho:g}",
+            *(_share(book, kept) for kept in (Row(row.method), row)),
+        )
+        for book in books
+        for row in rows
+    ]
     columns = (
         "Workload",
         "Method",
