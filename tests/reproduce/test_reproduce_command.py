@@ -246,7 +246,7 @@ def test_a_page_of_all_tables(own, reproduced, tmp_path):
     invoke("reproduce", own, "--from", output, "--markdown", tmp_path / "RESULTS.md")
     text = (tmp_path / "RESULTS.md").read_text()
     assert "## Table 1: Digits" in text
-    assert "**Scaled down to 2 epochs** of 15:" in text
+    assert "**With 2 epochs** instead of 15:" in text
     found = accuracy(output, "digits-sgd-epochs2")
     assert f"| digits-sgd | 90.00 | {fmean(found):.2f} ± {stdev(found):.2f} | 2 |" in text
     assert text.endswith("A known difference.\n")

@@ -89,7 +89,7 @@ def _tables(experiment: Experiment, runs: Sequence[Run]) -> Iterator[str]:
             continue
         found = [r for r in compare(experiment, runs, [f"train.epochs={epochs}"]) if r.method]
         whose = "the paper's " if experiment.of_paper else ""
-        yield f"**Scaled down to {epochs} epochs** of {whose}{_epochs(full)}:"
+        yield f"**With {epochs} epochs** instead of {whose}{_epochs(full)}:"
         yield markdown(paper_table(experiment, found))
         yield from _made_on(found)
 
