@@ -58,6 +58,19 @@ def difference_or_none(name: str, other: str) -> list[float]:
     return [] if name == other else difference(name, other)
 
 
+@cache
+def losses(pattern: str) -> list[float]:
+    """Return the test loss after the last epoch of some runs of 200 epochs on CIFAR-100."""
+    files = sorted((RESULTS / "cifar100-resnet18-200").glob(f"{pattern}/metrics.jsonl"))
+    return [json.loads(file.read_text().splitlines()[-1])["test_loss"] for file in files]
+
+
+def loss_difference(pattern: str, other: str) -> list[float]:
+    """Return the difference of two mean test losses and the ends of its 95 % interval."""
+    found = Difference.of(*([loss / 100 for loss in losses(name)] for name in (pattern, other)))  # it is in percent
+    return [found.value, *(found.interval or ())]
+
+
 def last_steps(name: str) -> float:
     """Return the percentage of the steps that are sharpness-aware."""
     return 100 * front()[name].fraction
