@@ -4,6 +4,8 @@ To quote a measured number, add a `Sentence` or a `TableOf` to CLAIMS. To quote 
 The functions that read the files are in support/committed.py.
 """
 
+from functools import partial
+
 from committed import (
     AT_1_15,
     AT_1_35,
@@ -32,12 +34,16 @@ from committed import (
     paper,
     ratio,
     run,
+    searched,
     seeds,
+    share_cost,
+    share_run,
     train_loss,
 )
 from page_numbers import Sentence, TableOf
 
 README, RUNS, THRIFTY, LITTLE_DATA = "README.md", "results/README.md", "docs/thrifty.md", "docs/little-data.md"
+SHARES = "docs/shares.md"
 TABLE_1, TABLE_9 = "results/notes/table1.md", "results/notes/table9.md"
 H200, HOST, STEPS = "peers/h200.json", "peers/cpu-host.json", "ssam-c/step-times.json"
 
@@ -175,6 +181,43 @@ CLAIMS = [
         THRIFTY,
         "A budget of 1.35 was no better: {} ± {} %. Along the plain gradient, 1.15 reached {} ± {} %",
         lambda: [*accuracy(AT_1_35), *accuracy(PLAIN)],
+    ),
+    TableOf(
+        SHARES,
+        "What it costs",
+        {
+            "counted": "counted",
+            "H200: ResNet-18, 32², batch 128": "resnet18-128-graph",
+            "H200: ResNet-18, 32², batch 512": "resnet18-512-graph",
+            "H200: ResNet-18, 32², batch 2048": "resnet18-2048-graph",
+            "H200: ResNet-50, 224², batch 64": "resnet50-64-graph",
+            "H200: ViT-S, 224², batch 128": "vit-s-128-graph",
+            "CPU: small ViT, batch 100": "vit-small-100-eager",
+        },
+        {
+            method: partial(share_cost, method=method)
+            for method in ("SAM", "share 1/16", "share 1/8", "share 1/4", "share 1/2")
+        },
+    ),
+    TableOf(
+        SHARES,
+        "What it brings",
+        {
+            "SGD, without ρ": {0.1: "sgd-decay"},
+            "SAM": {0.1: "sam-rho0.1", 0.2: "sam-rho0.2"},
+            "thrifty SAM, budget 1.15": {rho: f"thrifty-layer3-fraction0.304-rho{rho}" for rho in (0.1, 0.2)},
+            "share 1/4": {rho: share_run(rho, 0.25) for rho in (0.2, 0.4, 0.8)},
+            "share 1/8": {rho: share_run(rho, 0.125) for rho in (0.4, 0.8)},
+        },
+        {
+            heading: lambda names, rho=rho: searched(names[rho]) if rho in names else []
+            for rho, heading in (
+                (0.1, "ρ = 0.1: accuracy (fresh), loss"),
+                (0.2, "ρ = 0.2"),
+                (0.4, "ρ = 0.4"),
+                (0.8, "ρ = 0.8"),
+            )
+        },
     ),
     # results/README.md: thrifty SAM
     TableOf(

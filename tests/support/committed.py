@@ -209,6 +209,30 @@ def ratio(path: str, method: str) -> list[float]:
     return [row["ratio"], row["low"], row["high"]]
 
 
+def share_cost(case: str, method: str) -> list[float]:
+    """Return what a step of a method costs by benchmarks/shares.py; `counted` is a case too."""
+    path = "cpu" if case.startswith("vit-small") else "h200"
+    cases = json.loads((RESULTS / "shares" / f"{path}.json").read_text())["cases"]
+    [found] = [
+        row for each in cases if case in (each["case"], "counted") for row in each["rows"] if row["method"] == method
+    ][:1]
+    return [found["counted" if case == "counted" else "ratio"]]
+
+
+def share_run(rho: float, share: float) -> str:
+    """Return the name of a run of a share in thrifty SAM's search; 0.2 is the recipe's rho."""
+    named = "" if rho == 0.2 else f"-rho{rho}"
+    return f"cifar100-resnet18-sam-validation5000{named}-share{share}-epochs60"
+
+
+def searched(name: str) -> list[float]:
+    """Return validation accuracy in percent, with fresh statistics too, and the loss of a run of thrifty SAM's search."""
+    found = run(f"thrifty/search/{name}-seed0")
+    [fresh] = [value for key, value in found.extra.items() if "fresh" in key]
+    lines = (RESULTS / "thrifty" / "search" / f"{name}-seed0" / "metrics.jsonl").read_text().splitlines()
+    return [100 * found.accuracy, fresh, json.loads(lines[-1])["test_loss"]]
+
+
 def _percent(found: Statistic) -> list[float]:
     """Return a mean in percent, and its standard deviation if there are several seeds."""
     return [100 * found.mean, *([] if found.deviation is None else [100 * found.deviation])]
