@@ -82,6 +82,11 @@ class Counts(NamedTuple):
     after: dict[str, frozenset[Tensor]]
     """As in :class:`~.cuts.Found`: the parameters after each cut, and by the name "" all that are used."""
 
+    @property
+    def everything(self) -> CountedCut:
+        """The whole pass as what follows a cut without a name."""
+        return CountedCut("", 1.0, self.whole)
+
     def lies_before(self, cut: str) -> dict[Tensor, bool]:
         """Return of each parameter that the pass has used whether it lies before a cut."""
         return {p: p not in self.after[cut] for p in self.after[""]}
