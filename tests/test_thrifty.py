@@ -263,17 +263,20 @@ def test_a_measured_cost_buys_steps_where_the_counted_one_buys_none():
     assert choose(MADE_UP, **arguments).fraction == 0.01
 
 
-def test_resnet18_on_cifar():
+def test_the_page_says_what_is_chosen_for_resnet18():
+    page = (Path(__file__).parents[1] / "docs" / "thrifty.md").read_text(encoding="utf-8")
     model = build_model("resnet18", 100).to("meta")
     counted = count_costs(model, torch.empty(128, 3, 32, 32, device="meta"))
-    choice = choose(counted, total_steps=31_200, budget=1.15)
-    assert choice.cut in ("layer2", "layer3")
-    assert 0.2 <= choice.fraction <= 0.31
-    assert choice.cost == pytest.approx(1.15, abs=1e-4)
-    assert str(choice) == (
-        f"from {choice.cut} on, {100 * choice.weights:.3g} % of the weights, in the last {100 * choice.fraction:.3g} % "
-        f"of 31,200 steps: 1.15 base steps"
+    for whole_passes in (False, True):
+        choice = choose(counted, total_steps=78_000, budget=1.15, whole_passes=whole_passes)
+        assert f"print(opt.choice)  # ResNet-18: {choice}\n" in page
+    rows = re.findall(
+        r"^\| (1\.\d\d) \| from `(\S+)` on, (\S+) % of the weights, in the last (\S+) % ", page, re.MULTILINE
     )
+    assert len(rows) == 5
+    for budget, *row in rows:
+        choice = choose(counted, total_steps=10**6, budget=float(budget))  # as `sparsam cuts`
+        assert [choice.cut, f"{100 * choice.weights:.3g}", f"{100 * choice.fraction:.3g}"] == row
 
 
 # ------------------------------------------------------------------------------------------------- the optimizer
