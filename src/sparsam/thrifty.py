@@ -18,7 +18,7 @@ others. The costs are counted (:mod:`sparsam.replay.counting`), so the choice de
 shape of its batch, the budget and the number of steps. With a measured `step_cost` in place of c, n follows from that.
 
 Loops without a closure, and models without a cut, compute both passes in full. With `whole_passes=True` the budget buys
-as many of these steps as it has, and all weights are perturbed.
+fewer steps, which perturb all weights.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ def thrifty(
 
     It has a concrete `SuffixMask`, `FriendlyAscent` and `LastSteps`: the same model, batch and budget give the same
     ones on every machine. With `whole_passes=True` it has no mask. What was chosen is in `choice`, in the repr, and in
-    a logging message. It is made once, here: the model runs twice on the example, and nothing of it moves.
+    a logging message. To choose, the model runs twice on the example. Its buffers and gradients stay what they were,
+    and so do random numbers.
 
     Args:
         model: The network; in distributed training the DistributedDataParallel around it.
@@ -135,12 +136,12 @@ def thrifty(
             that are not among them, or require no gradient, do not count in the choice.
         cut: The name of the module from which on weights are perturbed; None: chosen, and not after an output that the
             model does not go on with, such as that of an auxiliary head: the loss may use it.
-        fraction: Of the steps that are sharpness-aware; None: as much as the budget allows. If cut and fraction are
-            given, the budget does not matter.
+        fraction: The fraction of the steps that are sharpness-aware, the last ones; None: as many as the budget buys.
+            If cut and fraction are given, the budget does not matter.
         step_cost: What a sharpness-aware step costs on your machine, in base steps, as `measure_cost` prints it; None:
             what is counted. The number of steps follows from it. The cut is chosen by the count in either case.
         whole_passes: Whether both passes are computed in full and all weights are perturbed, in as many of the last
-            steps as the budget has. For loops that step without a closure (`first_step`, `perturbed`, a GradScaler),
+            steps as the budget buys. For loops that step without a closure (`first_step`, `perturbed`, a GradScaler),
             for closures that accumulate gradients, and for models that are sharded or have no cut.
         **base_arguments: Passed on to the class of the base optimizer: `lr`, `momentum`, ... `adaptive`,
             `perturbation` and `process_group` go to SAM.

@@ -135,7 +135,7 @@ def count_costs(
             or a list, `model(**example_inputs)` for a dict).
         params: Those that are trained, if they require a gradient; None: all of the model's. A pass computes the
             gradients of the others too.
-        cuts: Whether to look for cuts. Without, the model runs once.
+        cuts: Whether to look for cuts. If not, the model runs once.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> counts = count_costs(model, torch.ones(3, 4))
