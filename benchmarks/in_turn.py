@@ -2,17 +2,17 @@
 
 import json
 import platform
+import statistics
 
 import torch
 
 import sparsam
-from sparsam import step_cost
-from sparsam.step_cost import Clock
+from sparsam.step_cost import Clock, StepRatio, times_in_turn
 from sparsam.training.environment import git_commit, processor
 
 
-def times_in_turn(steps, *, rounds, count, device):
-    """Return the milliseconds of a step in each round.
+def milliseconds(steps, *, rounds, count, device):
+    """Return the milliseconds of a step in each round, by name.
 
     Args:
         steps: Functions that take a step each, by name.
@@ -20,8 +20,20 @@ def times_in_turn(steps, *, rounds, count, device):
         count: How many steps each takes in its turn.
         device: Where.
     """
-    times = step_cost.times_in_turn([*steps.values()], rounds=rounds, clock=Clock(device), count=count)
+    times = times_in_turn([*steps.values()], rounds=rounds, clock=Clock(device), count=count)
     return {name: [1000 * seconds for seconds in found] for name, found in zip(steps, times, strict=True)}
+
+
+def summary(times, base):
+    """Return what a table says of a method's milliseconds, and of their ratio to the base optimizer's by round."""
+    ratio = StepRatio.of_times(times, base)
+    return {
+        "ms": statistics.median(times),
+        "ratio": ratio.median,
+        "low": ratio.low,
+        "high": ratio.high,
+        "rounds_ms": times,
+    }
 
 
 def machine(device):

@@ -17,19 +17,17 @@ folders: a checkout of github.com/davda54/sam, and one of github.com/Mi-Peng/Spa
 import argparse
 import contextlib
 import importlib
-import statistics
 import sys
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from in_turn import machine, times_in_turn, write
+from in_turn import machine, milliseconds, summary, write
 from torch.nn import functional as F
 
 from sparsam import SAM, CapturedStep, RandomMask, SuffixMask, thrifty
 from sparsam.models.resnet import BasicBlock, ResNet
-from sparsam.step_cost import StepRatio
 
 RHO = 0.05
 SETTINGS = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-3}
@@ -237,26 +235,14 @@ def measure(options, device):
         cases.append(Case(name, setup, options, device))
         print(f"{name} is ready", file=sys.stderr)
     steps = {case.name: case.step for case in cases}
-    times = times_in_turn(steps, rounds=options.rounds, count=options.steps, device=device)
+    times = milliseconds(steps, rounds=options.rounds, count=options.steps, device=device)
     memory = {case.name: case.memory_mb for case in cases}
     fraction = next(case.opt.choice.fraction for case in cases if case.name.startswith(THRIFTY))
     first, last = times[f"{THRIFTY}, first steps"], times[f"{THRIFTY}, last steps"]
     mean = f"{THRIFTY}, mean"
     times[mean] = [(1 - fraction) * a + fraction * b for a, b in zip(first, last, strict=True)]
     memory[mean] = memory[f"{THRIFTY}, last steps"]
-    rows = []
-    for name, own_times in times.items():
-        ratio = StepRatio.of([t / plain for t, plain in zip(own_times, times[SGD], strict=True)])
-        rows.append(
-            {
-                "method": name,
-                "ms": statistics.median(own_times),
-                **{"ratio": ratio.median, "low": ratio.low, "high": ratio.high},
-                "memory_mb": memory[name],
-                "rounds_ms": own_times,
-            }
-        )
-    return rows
+    return [{"method": name, "memory_mb": memory[name], **summary(own, times[SGD])} for name, own in times.items()]
 
 
 def show(result):

@@ -9,13 +9,14 @@ rounds, and its quartiles.
 
 import argparse
 import statistics
+from functools import partial
 from pathlib import Path
 
 import torch
 from in_turn import machine, write
 
 from sparsam.perturbation import perturb, restore
-from sparsam.step_cost import Clock, StepRatio
+from sparsam.step_cost import Clock, StepRatio, times_in_turn
 
 RHO = 0.05
 CASES = {"all weights": (False, False), "half of them, at random": (True, False), "adaptive": (False, True)}
@@ -58,20 +59,20 @@ def main():
     shape = (options.layers, options.width, options.width)
     weights, grads = (list(torch.randn(shape, device=device).to(DTYPES[options.dtype]).unbind()) for _ in range(2))
     masks = list((torch.rand(shape, device=device) < 0.5).unbind())
-    clock = Clock(device)
-    seconds = {name: {"loop": [], "sparsam": []} for name in CASES}
-    for turn in range(options.rounds + 3):
-        for name, (masked, adaptive) in CASES.items():
-            arguments = weights, grads, masks if masked else None, adaptive
-            for who, work in (("loop", loop), ("sparsam", library)):
-                taken = clock.time(lambda work=work, arguments=arguments: work(*arguments))
-                if turn >= 3:  # the first ones warm up
-                    seconds[name][who].append(taken)
-    rows = {}
-    for name, times in seconds.items():
-        ratios = [ours / theirs for ours, theirs in zip(times["sparsam"], times["loop"], strict=True)]
-        medians = {f"{who}_ms": 1000 * statistics.median(s) for who, s in times.items()}
-        rows[name] = {"ratio": StepRatio.of(ratios).to_dict(), **medians}
+    works = {
+        (name, who): partial(work, weights, grads, masks if masked else None, adaptive)
+        for name, (masked, adaptive) in CASES.items()
+        for who, work in (("loop", loop), ("sparsam", library))
+    }
+    found = times_in_turn([*works.values()], rounds=options.rounds, clock=Clock(device), warm_up=3)
+    times = dict(zip(works, found, strict=True))
+    rows = {
+        name: {
+            "ratio": StepRatio.of_times(times[name, "sparsam"], times[name, "loop"]).to_dict(),
+            **{f"{who}_ms": 1000 * statistics.median(times[name, who]) for who in ("loop", "sparsam")},
+        }
+        for name in CASES
+    }
     result = {
         **about,
         "dtype": options.dtype,

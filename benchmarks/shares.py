@@ -23,7 +23,6 @@ import argparse
 import contextlib
 import gc
 import json
-import statistics
 import sys
 import time
 import traceback
@@ -32,7 +31,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from in_turn import machine, times_in_turn, write
+from in_turn import machine, milliseconds, summary, write
 from torch import nn
 from torch.nn import functional as F
 from transformer import SIZES, Transformer
@@ -44,7 +43,7 @@ from sparsam.models.resnet import BasicBlock, Bottleneck
 from sparsam.models.vit import Block as ViTBlock
 from sparsam.models.vit import ViT
 from sparsam.share import WHOLE, mix, split, weights
-from sparsam.step_cost import Clock, StepRatio
+from sparsam.step_cost import Clock
 
 BASE, SAM_ROW = "base step", "SAM"
 EAGER, COMPILED, GRAPH = "eager", "compiled", "graph"
@@ -284,21 +283,11 @@ def measure(case, options, device):
             raise RuntimeError(f"{name} is not captured: {because}")
         print(f"{case}: {name} is ready", file=sys.stderr, flush=True)
     count = max(1, min(50, round(options.turn / Clock(device).time(steps[BASE]))))
-    times = times_in_turn(steps, rounds=options.rounds, count=count, device=device)
-    rows = []
-    for name, own in times.items():
-        ratio = StepRatio.of([t / base for t, base in zip(own, times[BASE], strict=True)])
-        rows.append(
-            {
-                "method": name,
-                "counted": METHODS[name].counted(case.batch),
-                "ms": statistics.median(own),
-                "ratio": ratio.median,
-                "low": ratio.low,
-                "high": ratio.high,
-                "rounds_ms": own,
-            }
-        )
+    times = milliseconds(steps, rounds=options.rounds, count=count, device=device)
+    rows = [
+        {"method": name, "counted": METHODS[name].counted(case.batch), **summary(own, times[BASE])}
+        for name, own in times.items()
+    ]
     return {"rounds": options.rounds, "steps": count, "rows": rows}
 
 

@@ -11,18 +11,16 @@ every round; `--plot` draws time against the perturbed share.
 import argparse
 import contextlib
 import json
-import statistics
 import sys
 from pathlib import Path
 
 import torch
-from in_turn import machine, times_in_turn, write
+from in_turn import machine, milliseconds, summary, write
 from torch.nn import functional as F
 
 from sparsam import SAM, CapturedStep, FriendlyAscent, MomentumAscent, RandomMask, SuffixMask
 from sparsam.models import build_model
 from sparsam.report.styles import METHODS as STYLES
-from sparsam.step_cost import StepRatio
 from sparsam.training.flops import theoretical_flops
 
 CUTS = {  # module names, and what people call what follows them
@@ -99,24 +97,16 @@ def measure(network, options, device):
             case.step()
         print(f"{network}: {case.name} is ready", file=sys.stderr)
     steps = {case.name: case.step for case in cases}
-    rounds = times_in_turn(steps, rounds=options.rounds, count=options.steps, device=device)
-    rows = []
-    for case in cases:
-        times = rounds[case.name]
-        ratio = StepRatio.of([own / sgd for own, sgd in zip(times, rounds["SGD"], strict=True)])
-        rows.append(
-            {
-                "network": network,
-                "method": case.name,
-                "perturbed": case.perturbed(),
-                "ms": statistics.median(times),
-                "ratio": ratio.median,
-                "low": ratio.low,
-                "high": ratio.high,
-                "rounds_ms": times,
-            }
-        )
-    return rows
+    times = milliseconds(steps, rounds=options.rounds, count=options.steps, device=device)
+    return [
+        {
+            "network": network,
+            "method": case.name,
+            "perturbed": case.perturbed(),
+            **summary(times[case.name], times["SGD"]),
+        }
+        for case in cases
+    ]
 
 
 def show(result):

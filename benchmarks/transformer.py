@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from in_turn import machine, times_in_turn, write
+from in_turn import machine, milliseconds, write
 from torch import nn
 from torch.nn import functional as F
 
@@ -157,7 +157,7 @@ def measure(name, options, device):
         cases[method] = Case(method, SIZES[name], options, device)
         print(f"{name}: {method} is ready", file=sys.stderr)
     steps = {method: case.step for method, case in cases.items()}
-    times = times_in_turn(steps, rounds=options.rounds, count=options.steps, device=device)
+    times = milliseconds(steps, rounds=options.rounds, count=options.steps, device=device)
     choice = cases[LAST].opt.choice
     times["thrifty"] = [
         (1 - choice.fraction) * first + choice.fraction * last

@@ -100,8 +100,8 @@ def operations(take, model, x, opt) -> list[int]:
     return steps
 
 
-REPLAYED = {"plain loop": plain_loop}
 IN_FULL = {"accumulation": accumulation, "first_step": two_steps, "GradScaler": WithScaler()}
+WAYS = {"plain loop": plain_loop, **IN_FULL}
 
 
 def test_a_training_computes_what_the_choice_says(products_only):
@@ -134,13 +134,13 @@ def test_one_more_step_would_miss_the_budget(products_only):
     assert opt.choice.cost <= BUDGET < more.choice.cost
 
 
-@pytest.mark.parametrize("way", [*REPLAYED, *IN_FULL])
+@pytest.mark.parametrize("way", WAYS)
 def test_whole_passes_keep_the_budget_in_every_way_to_step(products_only, way):
     model, x = network(), batch()
     opt = build(model, x, whole_passes=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        steps = operations({**REPLAYED, **IN_FULL}[way], model, x, opt)
+        steps = operations(WAYS[way], model, x, opt)
     count = math.floor((BUDGET - 1) * TOTAL)
     assert steps == [PASS] * (TOTAL - count) + [2 * PASS] * count
     assert sum(steps) == pytest.approx(opt.choice.cost * TOTAL * PASS, rel=1e-12)

@@ -50,6 +50,11 @@ def build(name="vgg", steps=10):
     return model, opt, closure, calls
 
 
+def test_quartiles():
+    assert StepRatio.of([1.5]) == StepRatio(1.5, 1.5, 1.5, 1)
+    assert StepRatio.of([1.0, 2.0, 3.0, 4.0, 100.0]) == StepRatio(3.0, 2.0, 4.0, 5)
+
+
 def test_the_ratio_of_each_round_counts_and_base_steps_are_plain_ones():
     model, opt, closure, calls = build()
     rounds = [(1.0, 1.5), (2.0, 2.8), (10.0, 16.0), (1.0, 9.0)]  # ratios 1.5, 1.4, 1.6, 9

@@ -95,9 +95,7 @@ def test_the_number_of_steps_follows_from_a_measured_cost_and_the_cut_from_the_c
 def test_a_measured_cost_beside_a_fraction_only_says_what_it_costs():
     choice = choose(MADE_UP, total_steps=TOTAL, cut="a", fraction=0.3, step_cost=2.4)
     assert (choice.fraction, choice.cost) == (0.3, pytest.approx(1 + 0.3 * 1.4 + 2 * PASS / TOTAL))
-    with pytest.raises(
-        ValueError, match=r"budget must be at least 1\.3\d* for the last 20 % of the steps, even from 'b'"
-    ):
+    with pytest.raises(ValueError, match=r"budget must be at least 1\.3\d* to buy 2,000 of 10,000 steps from 'b' on"):
         choose(MADE_UP, total_steps=TOTAL, fraction=0.2, step_cost=2.9)  # the cut is not named, so the budget counts
 
 
@@ -145,7 +143,7 @@ def test_steps_are_whole_and_never_cost_more():
             try:
                 choice = choose(MADE_UP, total_steps=total_steps, budget=budget)
             except ValueError as error:
-                assert "to buy one of" in str(error)
+                assert "to buy 1 of" in str(error)
                 continue
             steps = total_steps - LastSteps(choice.fraction, total_steps).first
             assert steps == pytest.approx(choice.fraction * total_steps)
@@ -173,7 +171,7 @@ def test_late_cuts_only_where_there_is_nothing_else():
 def test_the_least_budget_is_that_of_a_cut_that_would_be_chosen():
     costs = counts(a=(1.9, 0.5), b=(1.4, 0.2), head=(1.01, 0.04))
     with pytest.raises(
-        ValueError, match=r"at least 1.2039 to buy one of 5 steps from 'b' on, but is 1.17; it buys one of 6 "
+        ValueError, match=r"at least 1.2039 to buy 1 of 5 steps from 'b' on, but is 1.17; it buys one of 6 "
     ):
         choose(costs, total_steps=5, budget=1.17)
     assert choose(costs, total_steps=5, budget=1.2039).cut == "b"
@@ -201,24 +199,24 @@ REFUSED = {
     "no step": (
         MADE_UP,
         {"budget": 1.0001},
-        "budget must be at least 1.0082 to buy one of 100 steps from 'c' on, but is 1.0001; it buys one of 8,191"
+        "budget must be at least 1.0082 to buy 1 of 100 steps from 'c' on, but is 1.0001; it buys one of 8,191"
         " (total_steps counts optimizer steps, not epochs)",
     ),
     "no step from the cut": (
         MADE_UP,
         {"budget": 1.009, "cut": "a"},
-        "budget must be at least 1.0162 to buy one of 100 steps from 'a' on, but is 1.009; it buys one of 180"
+        "budget must be at least 1.0162 to buy 1 of 100 steps from 'a' on, but is 1.009; it buys one of 180"
         " (total_steps counts optimizer steps, not epochs)",
     ),
     "a fraction that is too large": (
         MADE_UP,
         {"budget": 1.01, "fraction": 0.7},
-        "budget must be at least 1.0264 for the last 70 % of the steps, even from 'd' on, but is 1.01",
+        "budget must be at least 1.0264 to buy 70 of 100 steps from 'd' on, but is 1.01; it buys 1 of them",
     ),
-    "a fraction in whole passes": (
+    "no step in whole passes": (
         MADE_UP,
         {"budget": 1.0001, "whole_passes": True},
-        "budget must be at least 1.0124 to buy one of 100 steps in whole passes, but is 1.0001; it buys one of 12,381"
+        "budget must be at least 1.0124 to buy 1 of 100 steps in whole passes, but is 1.0001; it buys one of 12,381"
         " (total_steps counts optimizer steps, not epochs)",
     ),
     "a cost below one": (MADE_UP, {"step_cost": 0.9}, "step_cost must be a number >= 1, in base steps, but is 0.9"),
@@ -246,23 +244,39 @@ def test_what_is_refused(name):
         choose(given, **{"total_steps": 100, **arguments})
 
 
-def test_the_remedies_work():
-    """What an error names as the least budget is enough."""
-    assert choose(MADE_UP, total_steps=100, budget=1.0082).fraction == 0.01
-    assert choose(MADE_UP, total_steps=100, budget=1.0264, fraction=0.7).cut == "d"
+@pytest.mark.parametrize(
+    "arguments", [{}, {"cut": "a"}, {"fraction": 0.7}, {"whole_passes": True}, {"step_cost": 3}, {"fraction": 0.7, "step_cost": 3}]
+)  # fmt: skip
+def test_the_remedies_work(arguments):
+    """What an error names as the least budget is enough, and less is not."""
+    arguments = {"total_steps": 100, **arguments}
+    with pytest.raises(ValueError, match="budget must be at least") as caught:
+        choose(MADE_UP, budget=1.0001, **arguments)
+    least = float(re.search(r"at least (\S+) to buy", str(caught.value))[1])
+    assert choose(MADE_UP, budget=least, **arguments).cost <= least + 1e-9
+    with pytest.raises(ValueError, match="budget must be at least"):
+        choose(MADE_UP, budget=least - 2e-4, **arguments)
 
 
-def test_resnet18_on_cifar():
+def test_a_measured_cost_buys_steps_where_the_counted_one_buys_none():
+    arguments = {"total_steps": 100, "budget": 1.007, "step_cost": 1.05}
+    assert choose(MADE_UP, **arguments).fraction == 0.01
+
+
+def test_the_page_says_what_is_chosen_for_resnet18():
+    page = (Path(__file__).parents[1] / "docs" / "thrifty.md").read_text(encoding="utf-8")
     model = build_model("resnet18", 100).to("meta")
     counted = count_costs(model, torch.empty(128, 3, 32, 32, device="meta"))
-    choice = choose(counted, total_steps=31_200, budget=1.15)
-    assert choice.cut in ("layer2", "layer3")
-    assert 0.2 <= choice.fraction <= 0.31
-    assert choice.cost == pytest.approx(1.15, abs=1e-4)
-    assert str(choice) == (
-        f"from {choice.cut} on, {100 * choice.weights:.3g} % of the weights, in the last {100 * choice.fraction:.3g} % "
-        f"of 31,200 steps: 1.15 base steps"
+    for whole_passes in (False, True):
+        choice = choose(counted, total_steps=78_000, budget=1.15, whole_passes=whole_passes)
+        assert f"print(opt.choice)  # ResNet-18: {choice}\n" in page
+    rows = re.findall(
+        r"^\| (1\.\d\d) \| from `(\S+)` on, (\S+) % of the weights, in the last (\S+) % ", page, re.MULTILINE
     )
+    assert len(rows) == 5
+    for budget, *row in rows:
+        choice = choose(counted, total_steps=10**6, budget=float(budget))  # as `sparsam cuts`
+        assert [choice.cut, f"{100 * choice.weights:.3g}", f"{100 * choice.fraction:.3g}"] == row
 
 
 # ------------------------------------------------------------------------------------------------- the optimizer
@@ -344,11 +358,6 @@ def test_misspelled_arguments_are_named(arguments, message):
     model, (x, _) = CASES["vgg"].model(), CASES["vgg"].batch()
     with pytest.raises(UserTypeError, match=f"^{re.escape(message)}"):
         thrifty(model, torch.optim.SGD, x, total_steps=9, **arguments, **BASE)
-
-
-def test_arguments_of_sam_are_passed_on():
-    model, (x, _) = CASES["vgg"].model(), CASES["vgg"].batch()
-    assert thrifty(model, torch.optim.SGD, x, total_steps=9, budget=1.6, adaptive=True, **BASE).adaptive
 
 
 def test_a_budget_in_percent_gives_a_warning():

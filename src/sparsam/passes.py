@@ -76,8 +76,8 @@ class Passes:
         """Return for each parameter whether it can be perturbed, as far as that is known."""
         return [True] * len(params)
 
-    def without_closure(self, params: Sequence[Tensor]) -> None:
-        """Note that a base step is taken without a closure, as further steps will be."""
+    def base_step_without_closure(self, params: Sequence[Tensor]) -> None:
+        """Note that a base step has no closure, as further steps will have none."""
 
     def forget(self) -> None:
         """Let go of what the first pass left for the second."""

@@ -85,7 +85,7 @@ class Clock:
 
 
 def times_in_turn(
-    works: Sequence[Callable[[], object]], *, rounds: int, clock: Clock, count: int = 1
+    works: Sequence[Callable[[], object]], *, rounds: int, clock: Clock, count: int = 1, warm_up: int = 0
 ) -> list[list[float]]:
     """Return the seconds that each work takes, in each round; in a round each work has its turn.
 
@@ -96,6 +96,7 @@ def times_in_turn(
         rounds: How many.
         clock: What to take the time with.
         count: How often a work runs in its turn. The mean counts.
+        warm_up: How many rounds come before, which do not count.
 
     >>> found = times_in_turn([lambda: None, lambda: time.sleep(0.01)], rounds=3, clock=Clock(torch.device("cpu")))
     >>> [len(times) for times in found], min(found[1]) >= 0.01
@@ -105,8 +106,8 @@ def times_in_turn(
     def turn(work: Callable[[], object]) -> float:
         return clock.time(work if count == 1 else lambda: [work() for _ in range(count)]) / count
 
-    found = [[turn(work) for work in works] for _ in range(rounds)]
-    return [[times[k] for times in found] for k in range(len(works))]
+    found = [[turn(work) for work in works] for _ in range(warm_up + rounds)]
+    return [[times[k] for times in found[warm_up:]] for k in range(len(works))]
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,11 @@ class StepRatio:
         """
         low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else 3 * [*ratios]
         return cls(middle, low, high, len(ratios))
+
+    @classmethod
+    def of_times(cls, times: Sequence[float], base: Sequence[float]) -> StepRatio:
+        """Return what matters of a method's times in all rounds, and the base optimizer's in the same rounds."""
+        return cls.of([own / plain for own, plain in zip(times, base, strict=True)])
 
     @property
     def spread(self) -> float:
@@ -213,9 +219,8 @@ def measure_cost(
             process_group=opt._replicas.group,
             share=opt.share,
         )
-        plain, sharp = times_in_turn([base_step, sharp_step], rounds=WARM_UP + rounds, clock=clock)
-    ratios = [s / p for s, p in zip(sharp[WARM_UP:], plain[WARM_UP:], strict=True)]
-    return (ThriftyRatio if isinstance(opt, ThriftySAM) else StepRatio).of(ratios)
+        plain, sharp = times_in_turn([base_step, sharp_step], rounds=rounds, clock=clock, warm_up=WARM_UP)
+    return (ThriftyRatio if isinstance(opt, ThriftySAM) else StepRatio).of_times(sharp, plain)
 
 
 @contextmanager
@@ -368,8 +373,8 @@ def cut_costs(
     with preserve_state(model), torch.enable_grad():
         closure()
         works = closure, _stepping(base), _perturbing(params, adaptive, direction)
-        times = times_in_turn(works, rounds=1 + TIMINGS, clock=clock)
-    one_pass, stepping, perturbing = [min(found[1:]) for found in times]  # the first round warms up
+        times = times_in_turn(works, rounds=TIMINGS, clock=clock, warm_up=1)
+    one_pass, stepping, perturbing = map(min, times)
     costs: dict[Cut, float] = {}
     least = math.inf
     for cut in cuts:

@@ -18,7 +18,7 @@ others. The costs are counted (:mod:`sparsam.replay.counting`), so the choice de
 shape of its batch, the budget and the number of steps. With a measured `step_cost` in place of c, n follows from that.
 
 Loops without a closure, and models without a cut, compute both passes in full. With `whole_passes=True` the budget buys
-as many of these steps as it has, and all weights are perturbed.
+fewer steps, which perturb all weights.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from __future__ import annotations
 import difflib
 import logging
 import math
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -51,7 +52,7 @@ FEW_WEIGHTS = 0.05  # a fraction of the weights: perturbing fewer gives a warnin
 CHOSEN = ("mask", "ascent", "schedule")  # arguments of SAM that are not given here
 PASSED_ON = ("adaptive", "perturbation", "process_group")  # to SAM
 FRIENDLY = 13  # elements that perturbing reads and writes for each weight, F-SAM's mean included
-ROUNDING = 1e-6  # of a step
+ROUNDING = 1e-6  # of a base step
 
 _log = logging.getLogger(__name__)
 
@@ -81,16 +82,14 @@ class Choice(NamedTuple):
     """Whether `step_cost` was given. Otherwise it is counted."""
 
     def __str__(self) -> str:
-        share = "all weights in whole passes" if self.cut is None else _share_from(self.cut, self.weights)
+        part = f"from {self.cut} on, {100 * self.weights:.3g} % of the weights"
+        if self.cut is None:
+            part = "all weights in whole passes"
         source = f", by step_cost={self.step_cost:g}" if self.measured else ""
         return (
-            f"{share}, in the last {100 * self.fraction:.3g} % of {self.total_steps:,} steps: {self.cost:.2f} base "
+            f"{part}, in the last {100 * self.fraction:.3g} % of {self.total_steps:,} steps: {self.cost:.2f} base "
             f"steps{source}"
         )
-
-
-def _share_from(cut: str, weights: float) -> str:
-    return f"from {cut} on, {100 * weights:.3g} % of the weights"
 
 
 class ThriftySAM(SAM):
@@ -121,7 +120,8 @@ def thrifty(
 
     It has a concrete `SuffixMask`, `FriendlyAscent` and `LastSteps`: the same model, batch and budget give the same
     ones on every machine. With `whole_passes=True` it has no mask. What was chosen is in `choice`, in the repr, and in
-    a logging message. It is made once, here: the model runs twice on the example, and nothing of it moves.
+    a logging message. To choose, the model runs twice on the example. Its buffers and gradients stay what they were,
+    and so do random numbers.
 
     Args:
         model: The network; in distributed training the DistributedDataParallel around it.
@@ -136,12 +136,12 @@ def thrifty(
             that are not among them, or require no gradient, do not count in the choice.
         cut: The name of the module from which on weights are perturbed; None: chosen, and not after an output that the
             model does not go on with, such as that of an auxiliary head: the loss may use it.
-        fraction: Of the steps that are sharpness-aware; None: as much as the budget allows. If cut and fraction are
-            given, the budget does not matter.
+        fraction: The fraction of the steps that are sharpness-aware, the last ones; None: as many as the budget buys.
+            If cut and fraction are given, the budget does not matter.
         step_cost: What a sharpness-aware step costs on your machine, in base steps, as `measure_cost` prints it; None:
             what is counted. The number of steps follows from it. The cut is chosen by the count in either case.
         whole_passes: Whether both passes are computed in full and all weights are perturbed, in as many of the last
-            steps as the budget has. For loops that step without a closure (`first_step`, `perturbed`, a GradScaler),
+            steps as the budget buys. For loops that step without a closure (`first_step`, `perturbed`, a GradScaler),
             for closures that accumulate gradients, and for models that are sharded or have no cut.
         **base_arguments: Passed on to the class of the base optimizer: `lr`, `momentum`, ... `adaptive`,
             `perturbation` and `process_group` go to SAM.
@@ -169,7 +169,7 @@ def thrifty(
     base = _base(model, base_optimizer, params, base_arguments)
     ddp = find_ddp(model)
     if not whole_passes:
-        _check_replayable(model, ddp is not None and bool(ddp.static_graph))
+        _check_replayable(model, ddp)
     if not model.training:
         warn(
             "thrifty counts the model as it is, in eval mode; if it is trained in train mode, call model.train() first"
@@ -189,10 +189,10 @@ def thrifty(
     opt = ThriftySAM.wrap(
         base,
         rho=rho,
-        mask=None if choice.cut is None else SuffixMask(model, choice.cut),
+        mask=SuffixMask(model, choice.cut) if choice.cut is not None else None,
         ascent=FriendlyAscent(),
         schedule=LastSteps(choice.fraction, total_steps),
-        model=model if choice.cut is None else None,
+        model=model,
         **to_sam,
     )
     opt.choice = choice
@@ -227,38 +227,35 @@ def _base(model: nn.Module, given: Any, params: Any, arguments: dict[str, Any]) 
     return base
 
 
-def _check_replayable(model: nn.Module, static_graph: bool) -> None:
+def _check_replayable(model: nn.Module, ddp: nn.parallel.DistributedDataParallel | None) -> None:
     """Refuse models of which it is known that both passes of a step run in full."""
     if any_dtensor(model.parameters()) or fsdp_modules(model.modules()):
         what = "sharded (fully_shard, tensor parallelism)"
-    elif static_graph:
+    elif ddp is not None and ddp.static_graph:
         what = "a DistributedDataParallel with static_graph=True"
     else:
         return
     raise UserValueError(
-        f"model must not be {what}, of which both passes run in full, unless the budget is spent on whole passes: give "
-        f"whole_passes=True, which perturbs all weights, in fewer steps"
+        f"model must not be {what}, because both passes of a step then run in full: give whole_passes=True, which "
+        f"perturbs all weights, in fewer steps"
     )
 
 
 class _Price(NamedTuple):
     """What sharpness-aware steps cost, in base steps."""
 
-    step: float  # of each
-    proofs: tuple[float, ...] = ()  # the extra costs of the first ones
+    step: float
+    """The cost of each."""
+    proofs: tuple[float, ...] = ()
+    """The extra costs of the first ones, which prove the cut."""
 
-    def mean(self, steps: int, total: int) -> float:
-        """Return the mean cost of all steps of a training, if so many are sharpness-aware."""
-        return 1 + (steps * (self.step - 1) + sum(self.proofs[:steps])) / total
+    def extra(self, steps: int) -> float:
+        """Return what some sharpness-aware steps cost more than base steps."""
+        return steps * (self.step - 1) + sum(self.proofs[:steps])
 
-    def bought(self, budget: float, total: int) -> int:
-        """Return how many sharpness-aware steps a budget buys."""
-        if self.mean(total, total) <= budget:
-            return total
-        left = (budget - 1) * total - sum(self.proofs)
-        steps = math.floor(left / (self.step - 1) + ROUNDING) if self.step > 1 else 0
-        few = len(self.proofs)
-        return steps if steps >= few else max((n for n in range(few) if self.mean(n, total) <= budget), default=0)
+    def affordable(self, budget: float, total: int) -> int:
+        """Return how many steps of a training can be sharpness-aware."""
+        return bisect_right(range(1, total + 1), (budget - 1) * total + ROUNDING, key=self.extra)
 
 
 def choose(
@@ -280,55 +277,56 @@ def choose(
     """
     check_whole("total_steps", total_steps)
     check_budget(budget)
-    if fraction is not None:
-        check_number("fraction", fraction, "a number in (0, 1]", lambda value: 0 < value <= 1)
     if step_cost is not None:
         check_number("step_cost", step_cost, "a number >= 1, in base steps", lambda value: 1 <= value < math.inf)
+    if whole_passes and cut is not None:
+        raise UserValueError(f"cut must be None with whole_passes=True, which perturbs all weights, but is {cut!r}")
     total = int(total_steps)
+    wanted = 1 if fraction is None else total - LastSteps(fraction, total).first
+    named = whole_passes or cut is not None
     if whole_passes:
-        if cut is not None:
-            raise UserValueError(f"cut must be None with whole_passes=True, which perturbs all weights, but is {cut!r}")
-        everything = CountedCut("", 1.0, counts.whole)
-        prices = {everything: _Price(counts.cost(everything, perturbing))}
+        prices = {counts.everything: _Price(counts.cost(counts.everything, perturbing))}
     else:
         prices = {
             c: _Price(counts.cost(c, perturbing), counts.proofs(c, distributed=distributed))
             for c in _allowed(counts, cut, budget)
         }
-    # The cut is chosen by the counted costs, also where a measured one says how many steps there are.
-    named = whole_passes or cut is not None
-    if fraction is None:
-        chosen, count = _by_budget(prices, budget, total, named=named)
-    else:
-        count = total - math.floor((1 - fraction) * total + ROUNDING)
-        chosen = _by_steps(prices, count, total, math.inf if named else budget)
-    price = prices[chosen]
-    if step_cost is not None:
-        price = price._replace(step=float(step_cost))
-        if fraction is None:
-            _, count = _by_budget({chosen: price}, budget, total, named=True)
-        else:
-            _by_steps({chosen: price}, count, total, math.inf if named else budget)
-    measured = step_cost is not None
-    cost = price.mean(count, total)
+
+    # Counted costs choose the cut. A measured one says how many steps from it the budget buys.
+    chosen = _best(prices, budget, total) if fraction is None else _earliest(prices, wanted, budget, total)
+    counted = prices[chosen]
+    price = counted if step_cost is None else counted._replace(step=float(step_cost))
+    most = price.affordable(budget, total)
+    if most < wanted and (fraction is None or not named):
+        buys = f"{most:,} of them"
+        if not most:
+            enough = math.ceil(price.extra(1) / (budget - 1) - ROUNDING)
+            buys = f"one of {enough:,} (total_steps counts optimizer steps, not epochs)"
+        raise UserValueError(
+            f"budget must be at least {_rounded_up(1 + price.extra(wanted) / total)} to buy {wanted:,} of {total:,} "
+            f"steps {_where(chosen)}, but is {budget:g}; it buys {buys}"
+        )
+    if fraction is None and not named and budget > 2 * counted.step:
+        warn(
+            f"budget is {budget:g}, far more than {counted.step:.2f}, what a training costs if every step perturbs "
+            f"{_where(chosen)}; it is a factor, such as {BUDGET}"
+        )
+    count = most if fraction is None else wanted
+    cost, measured = 1 + price.extra(count) / total, step_cost is not None
     return Choice(chosen.name or None, chosen.weights, count / total, total, cost, price.step, measured)
 
 
 def _allowed(counts: Counts, cut: str | None, budget: float) -> list[CountedCut]:
-    """Return the cuts to choose from."""
+    """Return the cuts to choose from, the earliest first."""
     if not counts.cuts:
         raise UserValueError(_without_cut(counts, budget))
-    names = [c.name for c in counts.cuts]
-    if cut is not None and cut not in names:
-        close = difflib.get_close_matches(str(cut), names, 3) or names[:8]
-        given = repr(cut) if isinstance(cut, str) else f"a {type(cut).__name__} and no name"
-        raise UserValueError(
-            f"cut must be where the model can be cut, such as {', '.join(map(repr, close))}, but is {given}; "
-            f"find_cuts(model, closure) and `sparsam cuts` list all"
-        )
-    # Of cuts with the same weights after them the last costs least.
-    useful = {c.weights: c for c in counts.cuts if c.weights and c.sure}.values()
-    allowed = [c for c in counts.cuts if c.name == cut or (cut is None and c in useful)]
+    if cut is None:
+        # Of cuts with the same weights after them the last costs least.
+        allowed = [*{c.weights: c for c in counts.cuts if c.weights and c.sure}.values()]
+    else:
+        allowed = [c for c in counts.cuts if c.name == cut]
+        if not allowed:
+            raise UserValueError(_no_such_cut([c.name for c in counts.cuts], cut))
     if not any(c.weights for c in allowed):
         where = "after a cut" if cut is None else f"from {cut!r} on"
         raise UserValueError(
@@ -338,47 +336,25 @@ def _allowed(counts: Counts, cut: str | None, budget: float) -> list[CountedCut]
     return allowed
 
 
-def _by_budget(prices: dict[CountedCut, _Price], budget: float, total: int, *, named: bool) -> tuple[CountedCut, int]:
-    """Return the cut that brings most, and how many steps from it the budget buys."""
-    worthy = [c for c in prices if c.weights >= FEW_WEIGHTS] or [*prices]
-    steps = {c: prices[c].bought(budget, total) for c in worthy}
-    if not any(steps.values()):
-        cheapest = min(worthy, key=lambda c: prices[c].step)
-        extra = prices[cheapest].mean(1, 1) - 1
-        raise UserValueError(
-            f"budget must be at least {_rounded_up(1 + extra / total)} to buy one of {total:,} steps "
-            f"{_where(cheapest)}, but is {budget:g}; it buys one of {math.ceil(extra / (budget - 1) - ROUNDING):,} "
-            f"(total_steps counts optimizer steps, not epochs)"
-        )
-    chosen = max(worthy, key=lambda c: _gain(min(c.weights, prices[c].step - 1), steps[c] / total))
-    if not named and budget > 2 * prices[chosen].step:
-        warn(
-            f"budget is {budget:g}, far more than {prices[chosen].step:.2f}, what a training costs if every step "
-            f"perturbs {_where(chosen)}; it is a factor, such as {BUDGET}"
-        )
-    return chosen, steps[chosen]
+def _best(prices: dict[CountedCut, _Price], budget: float, total: int) -> CountedCut:
+    """Return the cut from which the steps that a budget buys bring most; if it buys none, the cheapest cut."""
+
+    def gain(cut: CountedCut) -> tuple[float, float]:
+        step, steps = prices[cut].step, prices[cut].affordable(budget, total)
+        share = min(cut.weights, step - 1)
+        return math.expm1(-share / SHARE_SCALE) * math.expm1(-steps / total / STEPS_SCALE), -step
+
+    return max([c for c in prices if c.weights >= FEW_WEIGHTS] or prices, key=gain)
 
 
-def _by_steps(prices: dict[CountedCut, _Price], count: int, total: int, budget: float) -> CountedCut:
-    """Return the earliest cut from which a budget buys so many steps."""
-    affordable = [c for c, price in prices.items() if budget == math.inf or count <= price.bought(budget, total)]
-    if not affordable:
-        cheapest = min(prices, key=lambda c: prices[c].step)
-        least = _rounded_up(prices[cheapest].mean(count, total))
-        raise UserValueError(
-            f"budget must be at least {least} for the last {100 * count / total:.3g} % of the steps, even "
-            f"{_where(cheapest)}, but is {budget:g}"
-        )
-    return affordable[0]
+def _earliest(prices: dict[CountedCut, _Price], steps: int, budget: float, total: int) -> CountedCut:
+    """Return the earliest cut from which a budget buys some steps; if there is none, the cheapest cut."""
+    enough = (c for c, price in prices.items() if price.affordable(budget, total) >= steps)
+    return next(enough, min(prices, key=lambda c: prices[c].step))
 
 
 def _where(cut: CountedCut) -> str:
     return f"from {cut.name!r} on" if cut.name else "in whole passes"
-
-
-def _gain(share: float, fraction: float) -> float:
-    """Return which part of the gain comes from perturbing a share of the network in a fraction of the steps."""
-    return math.expm1(-share / SHARE_SCALE) * math.expm1(-fraction / STEPS_SCALE)
 
 
 def check_budget(budget: object) -> None:
@@ -396,8 +372,17 @@ def bought(budget: float, cost: float) -> float:
     return 1.0 if cost <= budget else round((budget - 1) / (cost - 1), 12)
 
 
+def _no_such_cut(names: list[str], cut: object) -> str:
+    close = difflib.get_close_matches(str(cut), names, 3) or names[:8]
+    given = repr(cut) if isinstance(cut, str) else f"a {type(cut).__name__} and no name"
+    return (
+        f"cut must be where the model can be cut, such as {', '.join(map(repr, close))}, but is {given}; "
+        f"find_cuts(model, closure) and `sparsam cuts` list all"
+    )
+
+
 def _without_cut(counts: Counts, budget: float) -> str:
-    fraction = bought(budget, counts.cost(CountedCut("", 1.0, counts.whole), FRIENDLY))
+    fraction = bought(budget, counts.cost(counts.everything, FRIENDLY))
     return (
         f"model has no cut, so no part of a sharpness-aware step could be left out. If it is compiled as a whole, "
         f"compile its blocks instead: `for block in model.blocks: block.compile()`. Otherwise give whole_passes=True, "
@@ -409,7 +394,7 @@ def _in_full(counts: Counts, choice: Choice) -> str:
     """Say what the rest of a run costs if its second passes do not start at the cut, and how to keep the budget."""
     skipped = next(counts.skipped(c) for c in counts.cuts if c.name == choice.cut)
     whole = _Price(choice.step_cost + skipped)
-    fraction = math.floor(1e4 * whole.bought(choice.cost, choice.total_steps) / choice.total_steps) / 1e4
+    fraction = math.floor(1e4 * whole.affordable(choice.cost, choice.total_steps) / choice.total_steps) / 1e4
     other = f", or fraction={fraction:g}" if fraction else ""
     source = "step_cost says" if choice.measured else "thrifty counted"
     return (

@@ -553,7 +553,7 @@ MESSAGES = {
     "split": "UserValueError: NMMask needs every 4 weights along the input dimension in one process, but parameter ",
     "nan": "UserValueError: scores[0] holds NaN",
     "helper": "UserValueError: state_dict must come from SAM.state_dict(), but has no entry 'sparsam'",
-    "thrifty": "UserValueError: model must not be sharded (fully_shard, tensor parallelism), of which both passes run in full",
+    "thrifty": "UserValueError: model must not be sharded (fully_shard, tensor parallelism), because both passes of a step then run in full",
     "captured": "UserRuntimeError: CapturedStep needs whole parameters, but some are sharded; call opt.step(closure)",
     "all scores": "UserValueError: scores must be those of the ",
     "not cleared": "UserRuntimeError: the closure must clear the gradients",

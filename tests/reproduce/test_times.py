@@ -57,7 +57,7 @@ def timed(monkeypatch):
         found.append(list(recipes))
         return [StepRatio(len(found) + i / 10, 1.0, 9.0, rounds) for i in range(len(recipes))]
 
-    monkeypatch.setattr("sparsam.training.turns.time_in_turn", time)
+    monkeypatch.setattr("sparsam.training.turns.step_ratios", time)
     return found
 
 

@@ -15,7 +15,7 @@ from sparsam.runs.recipe import load_recipe
 from sparsam.step_cost import Clock, StepRatio
 from sparsam.training.comparison import compare_recipes
 from sparsam.training.environment import git_commit
-from sparsam.training.step_times import WARM_UP, Part, time_in_turn
+from sparsam.training.step_times import WARM_UP, Part, step_ratios
 
 
 class Told(Clock):
@@ -70,7 +70,7 @@ COSTS = {
 @pytest.mark.slow
 def test_each_sort_of_step_counts_as_often_as_it_comes(monkeypatch):
     recipes = [load_recipe(name, ["train.epochs=2", *settings]) for name, settings, _ in COSTS.values()]
-    found = time_in_turn(recipes, device=CPU, rounds=2, clock=PassClock(monkeypatch))
+    found = step_ratios(recipes, device=CPU, rounds=2, clock=PassClock(monkeypatch))
     ratios = dict(zip(COSTS, found, strict=True))
     for name, (_, _, cost) in COSTS.items():
         ratio = ratios[name]
@@ -92,7 +92,7 @@ def test_methods_take_turns_and_are_compared_within_a_round(monkeypatch):
 
     monkeypatch.setattr("sparsam.training.step_times._part", part)
     recipe = load_recipe("digits-sam", ["train.epochs=1"])
-    (ratio,) = time_in_turn([recipe], device=CPU, rounds=5, clock=Told(lambda: seconds[0]))
+    (ratio,) = step_ratios([recipe], device=CPU, rounds=5, clock=Told(lambda: seconds[0]))
     assert ratio == StepRatio(2.0, 2.0, 2.0, 5)
     assert taken == ["base"] * WARM_UP + ["sam"] * WARM_UP + ["base", "sam"] * 5
 
@@ -110,23 +110,18 @@ def test_what_computes_in_another_way_has_base_steps_of_its_own(monkeypatch, set
     ticks = itertools.count(1)
     threads = torch.get_num_threads()
     try:
-        time_in_turn(recipes, device=CPU, rounds=1, clock=Told(lambda: float(next(ticks))))
+        step_ratios(recipes, device=CPU, rounds=1, clock=Told(lambda: float(next(ticks))))
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(False)
     assert bases == [recipes[0], recipes[2]]
 
 
-def test_quartiles():
-    assert StepRatio.of([1.5]) == StepRatio(1.5, 1.5, 1.5, 1)
-    assert StepRatio.of([1.0, 2.0, 3.0, 4.0, 100.0]) == StepRatio(3.0, 2.0, 4.0, 5)
-
-
 def test_too_little_memory_for_all_methods_is_said(tmp_path, monkeypatch):
     def time(*arguments, **options):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr("sparsam.training.turns.time_in_turn", time)
+    monkeypatch.setattr("sparsam.training.turns.step_ratios", time)
     with pytest.raises(UserError, match=r"all runs are finished, but .* name fewer, or leave it out"):
         compare_recipes(["digits-sgd"], 1, tmp_path, overrides=["train.max_steps=1"], device=CPU, rounds=1)
     assert RunDirectory(tmp_path / "digits-sgd-seed0").finished
@@ -139,7 +134,7 @@ def test_a_comparison_keeps_the_ratios_of_all_methods_in_the_summaries(tmp_path,
         timed.append([recipe.name for recipe in recipes])
         return [StepRatio(1.0 + i, 1.0, 3.0, rounds) for i in range(len(recipes))]
 
-    monkeypatch.setattr("sparsam.training.turns.time_in_turn", time)
+    monkeypatch.setattr("sparsam.training.turns.step_ratios", time)
     options = {"overrides": ["train.max_steps=1"], "device": CPU, "rounds": 7}
     for _ in range(2):  # the second time all is known
         runs = compare_recipes(["digits-sgd", "digits-sam"], 2, tmp_path, **options)

@@ -174,6 +174,7 @@ def show(recipe: Recipe, images: Images, costs: Costs, device: torch.device, bud
     if not costs.counts.cuts:
         raise UserValueError(f"{recipe.model.name} has no cut: nothing of a step could be left out")
     choice = choose(costs.counts, total_steps=MANY_STEPS, budget=budget)
+    assert choice.cut is not None  # without whole_passes it has one
     measured = {cut.name: cost for cut, cost in costs.measured.items()}
     of_sam = {cut.name: cost for cut, cost in costs.counts.costs().items()}
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
@@ -214,7 +215,7 @@ def show(recipe: Recipe, images: Images, costs: Costs, device: torch.device, bud
     base = f"torch.optim.{BASE_METHODS[recipe.optimizer.name]}"
     console.print(f"  thrifty(model, {base}, x, total_steps=..., budget={budget:g}, lr=...)", soft_wrap=True)
     console.print(
-        f"SSAM-C perturbs it in every step, at {of_sam[str(choice.cut)]:.2f} base steps each, and computes nothing "
+        f"SSAM-C perturbs it in every step, at {of_sam[choice.cut]:.2f} base steps each, and computes nothing "
         f"before the cut twice:"
     )
     console.print(f'  SuffixMask(model, cut="{choice.cut}")', soft_wrap=True)

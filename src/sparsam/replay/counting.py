@@ -82,6 +82,11 @@ class Counts(NamedTuple):
     after: dict[str, frozenset[Tensor]]
     """As in :class:`~.cuts.Found`: the parameters after each cut, and by the name "" all that are used."""
 
+    @property
+    def everything(self) -> CountedCut:
+        """The whole pass as what follows a cut without a name."""
+        return CountedCut("", 1.0, self.whole)
+
     def lies_before(self, cut: str) -> dict[Tensor, bool]:
         """Return of each parameter that the pass has used whether it lies before a cut."""
         return {p: p not in self.after[cut] for p in self.after[""]}
@@ -130,7 +135,7 @@ def count_costs(
             or a list, `model(**example_inputs)` for a dict).
         params: Those that are trained, if they require a gradient; None: all of the model's. A pass computes the
             gradients of the others too.
-        cuts: Whether to look for cuts. Without, the model runs once.
+        cuts: Whether to look for cuts. If not, the model runs once.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> counts = count_costs(model, torch.ones(3, 4))

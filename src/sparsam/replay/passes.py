@@ -116,8 +116,8 @@ class ReplayedPasses(Passes):
         unknown = set(self.replay.model.parameters()).difference(self.known)
         return sum(p.requires_grad and p in unknown for p in params)
 
-    def without_closure(self, params: Sequence[Tensor]) -> None:
-        """Say in a base step already that nothing will be replayed, unless the first pass has more to say."""
+    def base_step_without_closure(self, params: Sequence[Tensor]) -> None:
+        """Say already now that nothing will be replayed, unless the first pass has more to say."""
         if self.known and not self._looked:
             self._looked = True  # once: walking a model takes time
             if not self._unknown(params):

@@ -366,7 +366,7 @@ class SAM(Wrapper, Policies):
         params, rhos = self._params_and_rhos()
         if repeats is None:
             if ascent is None:
-                self._passes.without_closure(params)
+                self._passes.base_step_without_closure(params)
             repeats = (ascent is not None and ascent.passes == 2) or self._used_gradients.any_new(params)
             self._closure_check.begin_two_steps(params if repeats and self._replicas.ddp is None else [])
         self._phase, self._repeats = Phase.PERTURBED, False  # now: zero_grad() in a mask must not start a step

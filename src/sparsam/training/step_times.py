@@ -10,6 +10,7 @@ counts as often as it comes in a run.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -39,14 +40,14 @@ class Part(NamedTuple):
     take: Callable[[], object]
 
 
-def time_in_turn(
+def step_ratios(
     recipes: Sequence[Recipe],
     *,
     device: torch.device,
     rounds: int,
     clock: Clock | None = None,
 ) -> list[StepRatio]:
-    """Time the steps of several recipes in turn.
+    """Time the steps of several recipes in turn; return what each takes, in base steps.
 
     Args:
         recipes: Those with the same network, data, precision and ways to compute share a batch and the base
@@ -76,21 +77,19 @@ def _time_group(recipes: Sequence[Recipe], device: torch.device, rounds: int, cl
     prepare_torch(recipes[0], device)
     loader = build_loader(recipes[0], device)
     batch = next(iter(loader.epoch(0)))
-    methods = [_parts(recipe, loader, batch) if recipe.sam.enabled else None for recipe in recipes]
     base = _part(1.0, recipes[0], loader, batch)
-    parts = [base, *(part for method in methods for part in method or ())]
+    methods = [_parts(recipe, loader, batch) if recipe.sam.enabled else [base] for recipe in recipes]
+    parts = list(dict.fromkeys([base, *itertools.chain(*methods)]))
     for part in parts:
         for _ in range(WARM_UP):
             part.take()
     clock = clock or Clock(device, process_time=device.type == "cpu" and torch.get_num_threads() == 1)
     steps = CAPTURED_STEPS if is_captured(recipes[0], device) else 1
     rounds = min(rounds, *(total_steps(recipe, loader.steps) for recipe in recipes))
-    plain, *others = times_in_turn([part.take for part in parts], rounds=rounds, clock=clock, count=steps)
-    times, ratios = iter(others), []
-    for method in methods:
-        own = [(part.fraction, next(times)) for part in method or ()] or [(1.0, plain)]
-        ratios.append([sum(share * found[k] / plain[k] for share, found in own) for k in range(rounds)])
-    return [StepRatio.of(found) for found in ratios]
+    found = times_in_turn([part.take for part in parts], rounds=rounds, clock=clock, count=steps)
+    times = dict(zip(parts, found, strict=True))
+    means = [[sum(part.fraction * times[part][k] for part in method) for k in range(rounds)] for method in methods]
+    return [StepRatio.of_times(mean, times[base]) for mean in means]
 
 
 def _parts(recipe: Recipe, loader: Loader, batch: Batch) -> list[Part]:

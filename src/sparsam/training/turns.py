@@ -20,7 +20,7 @@ from sparsam.training.launch import open_run
 from sparsam.training.planned import PlannedRun
 from sparsam.training.progress import Progress
 from sparsam.training.shared_start import SharedStart
-from sparsam.training.step_times import time_in_turn
+from sparsam.training.step_times import step_ratios
 from sparsam.training.trainer import Trainer
 
 
@@ -82,12 +82,12 @@ def time_steps(
     about = about or measured_with(device)
     methods = list(dict.fromkeys(without_seed(recipe) for recipe, _ in planned))
     try:
-        times = time_in_turn(methods, device=device, rounds=rounds)
+        found = step_ratios(methods, device=device, rounds=rounds)
     except torch.OutOfMemoryError as error:
         raise UserRuntimeError(
             "all runs are finished, but there is too little memory to time them in turn; name fewer, or leave it out"
         ) from error
-    ratios = dict(zip(methods, times, strict=True))
+    ratios = dict(zip(methods, found, strict=True))
     for recipe, path in planned:
         ratio = ratios[without_seed(recipe)].to_dict()
         RunDirectory(path).add_to_summary({"step_ratio": ratio, "measured": {"step_ratio": about}})
