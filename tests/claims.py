@@ -20,6 +20,7 @@ from committed import (
     best,
     best_epoch,
     cost,
+    cost_in_time,
     difference,
     difference_or_none,
     gain,
@@ -181,6 +182,21 @@ CLAIMS = [
         THRIFTY,
         "A budget of 1.35 was no better: {} ± {} %. Along the plain gradient, 1.15 reached {} ± {} %",
         lambda: [*accuracy(AT_1_35), *accuracy(PLAIN)],
+    ),
+    TableOf(
+        THRIFTY,
+        "Measure it on your machine",
+        {"budget 1.15": "thrifty-1.15", "budget 1.35": "thrifty-1.35", "SAM": "sam"},
+        {
+            heading: partial(cost_in_time, workload)
+            for heading, workload in (
+                ("small ResNet", "resnet"),
+                ("small ViT", "vit"),
+                ("CNN", "noise"),
+                ("language model", "text"),
+                ("forecaster", "forecast"),
+            )
+        },
     ),
     TableOf(
         SHARES,

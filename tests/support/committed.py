@@ -219,6 +219,12 @@ def share_cost(case: str, method: str) -> list[float]:
     return [found["counted" if case == "counted" else "ratio"]]
 
 
+def cost_in_time(workload: str, method: str) -> list[float]:
+    """Return what a method costs on a core, in steps of the base optimizer, by benchmarks/cost_to_sam."""
+    found = json.loads((RESULTS / "cost-to-sam" / "times" / "cpu.json").read_text())
+    return [found["costs"][workload][method]["cost"]]
+
+
 def share_run(rho: float, share: float) -> str:
     """Return the name of a run of a share in thrifty SAM's search; 0.2 is the recipe's rho."""
     named = "" if rho == 0.2 else f"-rho{rho}"
