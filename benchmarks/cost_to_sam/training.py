@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from sparsam.randomness import random_generator
 
 from .methods import METHODS, Task
-from .workloads import WORKLOADS, Batch, Workload
+from .workloads import WORKLOADS, Batch, Data, Workload
 
 LOOKS = 10  # at the validation data, roughly
 BITS = (8, 4, 3)  # of the rounded weights
@@ -26,8 +27,9 @@ def train(
 ) -> dict[str, Any]:
     """Train, and return the curve, the cost and the metrics."""
     task, way = WORKLOADS[workload], METHODS[method]
+    data = loaded(workload, data_root, device)
     torch.manual_seed(seed)
-    data, model = task.load(data_root).to(device), task.network().to(device)
+    model = task.network().to(device)
     (x, y), size = data.train, task.batch_size
     epochs, epoch_steps = round(way.epochs * task.epochs), len(x) // size
     stepper = way.build(Task(task, data, model, epochs * epoch_steps, rho))
@@ -70,6 +72,12 @@ def train(
     evaluated.load_state_dict(best["state"])
     result["test"]["best"] = evaluate(task, evaluated, data.test)
     return finite(result)
+
+
+@cache
+def loaded(workload: str, root: Path, device: str) -> Data:
+    """Return the data of a workload, which a process reads once."""
+    return WORKLOADS[workload].load(root).to(device)
 
 
 def cosine(steps: int, warmup: int) -> Any:
