@@ -203,6 +203,14 @@ def no_dimension(t, opt):
     return lambda rows: rows(torch.tensor(1.0))
 
 
+def more_than_the_loss(t, opt):
+    return lambda rows: (t.closure(opt)(rows), 1)
+
+
+def no_list(t, opt):
+    return lambda rows: rows.micro_batches(zip(t.x, t.y, strict=True))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -212,6 +220,8 @@ def no_dimension(t, opt):
         (two_sizes, "tensors of one batch.*24 and of 5 rows"),
         (no_tensor, "rows takes a tensor.*given a str"),
         (no_dimension, "a row for each sample"),
+        (more_than_the_loss, "return the loss alone, a tensor, a number or None, but returned a tuple"),
+        (no_list, "takes a list, but was given a zip"),
     ],
 )
 def test_closures_that_are_refused_move_no_weight(make, message):
@@ -237,6 +247,17 @@ def test_what_does_not_go_with_a_share():
         build(t, 0.25, mask=SuffixMask(t.model, "3"))
     with pytest.raises(UserError, match="share must be 1 with MomentumAscent"):
         build(t, 0.25, ascent=MomentumAscent(0.1))
+
+
+def test_a_loop_without_a_closure_is_refused():
+    t = task()
+    opt = build(t, 0.25)
+    t.loss(lambda x: x).backward()
+    with pytest.raises(UserError, match=r"share=0.25 works in step\(closure\).*Leave share= out"):
+        opt.first_step()
+    with pytest.raises(UserError, match=r"share=0.25 works in step\(closure\)"), opt.perturbed():
+        pass
+    opt.step(t.closure(opt))
 
 
 def test_a_resumed_run_has_the_same_share():

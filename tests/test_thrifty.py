@@ -21,7 +21,7 @@ from sparsam import SAM, FriendlyAscent, LastSteps, SuffixMask, find_cuts, thrif
 from sparsam.errors import UserTypeError
 from sparsam.models import build_model
 from sparsam.replay.counting import ELEMENT, STEPPING, CountedCut, Counts, Work, count_costs
-from sparsam.step_cost import Clock
+from sparsam.step_cost import Clock, StepRatio
 from sparsam.thrifty import FRIENDLY, RHO, choose
 
 BASE = {"lr": 0.05, "momentum": 0.9}
@@ -234,6 +234,11 @@ REFUSED = {
         "`sparsam cuts` list all",
     ),
 }
+
+
+def test_a_measurement_is_not_a_number():
+    with pytest.raises(TypeError, match=r"^step_cost must be a number, so that .*: give step_cost=1\.62$"):
+        choose(MADE_UP, total_steps=100, step_cost=StepRatio.of([1.5, 1.62, 1.7]))
 
 
 @pytest.mark.parametrize("name", REFUSED)

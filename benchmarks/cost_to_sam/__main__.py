@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 from pictures import changed
@@ -44,6 +45,8 @@ def train(options):
     units = [Unit(tuple(left[i : i + count]), options.data.absolute()) for i in range(0, len(left), count)]
     print(f"{len(left)} runs, about {sum(run.minutes for run in left) / 60:.1f} hours on one core")
     if options.list:
+        for workload, count in Counter(run.workload for run in left).items():
+            print(f"{workload}: {count}")
         return 0
     for name in sorted({WORKLOADS[run.workload].needs for run in left} - {""}):
         if not (options.data / name).exists():
@@ -69,15 +72,25 @@ def report(options):
     return 0
 
 
+def choose(command):
+    """Let a command take names of workloads and methods."""
+    for option, known in (("--workloads", WORKLOADS), ("--methods", METHODS)):
+        names = f"{', '.join(known)}; all if not given"
+        command.add_argument(option, nargs="+", choices=list(known), default=list(known), metavar="NAME", help=names)
+
+
 def main():
-    parser = argparse.ArgumentParser(prog="python -m cost_to_sam", description=sys.modules[__package__].__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m cost_to_sam",
+        description=sys.modules[__package__].__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(required=True)
     training = commands.add_parser("train", help="train what has no file yet")
     training.set_defaults(run=train)
     training.add_argument("--data", type=Path, default=Path("data"), help="holds CIFAR-10's folder and ETTh1.csv")
-    training.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
-    training.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
-    training.add_argument("--seeds", nargs="+", type=int, default=list(range(5)))
+    choose(training)
+    training.add_argument("--seeds", nargs="+", type=int, default=list(range(5)), help="all if not given")
     training.add_argument("--cores", type=int, default=os.cpu_count() or 1, help="runs at once, a thread each")
     training.add_argument("--device", default="cpu", help="where the networks are, such as cuda")
     training.add_argument(
@@ -89,8 +102,7 @@ def main():
     measuring = commands.add_parser("measure", help="time the methods in turn, to compare with what is counted")
     measuring.set_defaults(run=measure)
     measuring.add_argument("--data", type=Path, default=Path("data"), help="holds CIFAR-10's folder and ETTh1.csv")
-    measuring.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
-    measuring.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    choose(measuring)
     measuring.add_argument("--device", default="cpu", help="where the networks are, such as cuda")
     measuring.add_argument("--rounds", type=int, default=15, help="how often each method takes its turn")
     measuring.add_argument("--output", type=Path, required=True, help="the JSON file to write")

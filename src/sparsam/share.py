@@ -77,6 +77,11 @@ class Rows:
 
         As always with gradient accumulation, divide each loss by the number of all of them.
         """
+        if not isinstance(batches, Sequence):
+            raise UserTypeError(
+                f"rows.micro_batches takes a list, but was given a {type(batches).__name__}; make a list of it before "
+                f"the step, since each call of the closure needs it"
+            )
         if len(batches) == 1:
             return [self(batches[0])]
         indices: list[int] = self(torch.arange(len(batches), device="cpu")).tolist()
@@ -97,7 +102,7 @@ class Rows:
         elif self.total != len(t):
             raise UserValueError(
                 f"rows takes tensors of one batch, but was given tensors of {self.total} and of {len(t)} rows; with "
-                f"gradient accumulation a share is whole micro-batches, whatever they hold"
+                f"gradient accumulation go through `rows.micro_batches(list_of_batches)`, since a share is whole ones"
             )
 
 
@@ -180,12 +185,27 @@ def mean_loss(of_share: Any, of_rest: Any, by_share: float | Tensor, by_rest: fl
     if of_share is None or of_rest is None:
         return None
     losses = [loss.detach() if isinstance(loss, Tensor) else loss for loss in (of_share, of_rest)]
+    for loss in losses:
+        if not isinstance(loss, Tensor | float | int):
+            raise UserTypeError(
+                f"with share= the closure must return the loss alone, a tensor, a number or None, but returned a "
+                f"{type(loss).__name__}; keep other outputs in a list outside of it"
+            )
     return by_share * losses[0] + by_rest * losses[1]
 
 
 def check_share_of_batch(share: object) -> None:
     """Raise an error unless the share is a number in (0, 1]."""
     check_number("share", share, "a number in (0, 1]", lambda value: 0 < value <= 1)
+
+
+def check_without_closure(share: float) -> None:
+    """Raise an error if a loop without a closure has a share: it would compute the whole batch twice."""
+    if share < 1:
+        raise UserRuntimeError(
+            f"share={share:g} works in step(closure): first_step() and perturbed() take whatever gradients there are. "
+            f"Leave share= out and let the loop itself compute the share, as in docs/shares.md, or pass a closure"
+        )
 
 
 def check_takes_rows(closure: Any) -> None:

@@ -28,7 +28,7 @@ from sparsam.replay.cuts import parameters_after, spans_after, weight_count
 from sparsam.replay.modules import unwrap
 from sparsam.sam import SAM
 from sparsam.sam.phase import UsedGradients
-from sparsam.share import WHOLE
+from sparsam.share import WHOLE, check_takes_rows
 from sparsam.thrifty import ThriftySAM
 
 ROUNDS, WARM_UP = 20, 3  # of measure_cost; two steps prove a path to a cut
@@ -194,6 +194,8 @@ def measure_cost(
     if not callable(closure):
         raise UserTypeError(f"closure must be a function, as for opt.step, but is a {type(closure).__name__}")
     check_whole("rounds", rounds)
+    if opt.share < 1:
+        check_takes_rows(closure)
     params = [p for group in opt.param_groups for p in group["params"]]
     if not set(model.parameters()).issuperset(p for p in params if p.requires_grad):
         raise UserValueError("model must be the one that opt trains, but does not have all of opt's parameters")

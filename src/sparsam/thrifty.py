@@ -163,6 +163,8 @@ def thrifty(
     for name in CHOSEN:
         if name in base_arguments:
             raise UserTypeError(f"{name} must not be given: thrifty chooses it. SAM takes one of your own")
+    if "share" in base_arguments:
+        raise UserTypeError("share must not be given: thrifty saves by a cut and by late steps. SAM takes a share")
     if not isinstance(whole_passes, bool):
         raise UserTypeError(f"whole_passes must be True or False, but is {whole_passes!r}")
     to_sam = {name: base_arguments.pop(name) for name in PASSED_ON if name in base_arguments}
@@ -277,6 +279,11 @@ def choose(
     """
     check_whole("total_steps", total_steps)
     check_budget(budget)
+    if (median := getattr(step_cost, "median", None)) is not None:
+        raise UserTypeError(
+            f"step_cost must be a number, so that each run of the script takes the same steps, but is what "
+            f"measure_cost has found: give step_cost={max(1.0, median):.2f}"
+        )
     if step_cost is not None:
         check_number("step_cost", step_cost, "a number >= 1, in base steps", lambda value: 1 <= value < math.inf)
     if whole_passes and cut is not None:

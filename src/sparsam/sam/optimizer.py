@@ -47,7 +47,18 @@ from sparsam.sam.phase import Phase, UsedGradients
 from sparsam.sam.policies import Policies
 from sparsam.sam.wrapper import Wrapper, eager
 from sparsam.schedules import EveryStep, Schedule
-from sparsam.share import WHOLE, Rows, check_takes_rows, fraction, mean_loss, mix, on_rows, split, weights
+from sparsam.share import (
+    WHOLE,
+    Rows,
+    check_takes_rows,
+    check_without_closure,
+    fraction,
+    mean_loss,
+    mix,
+    on_rows,
+    split,
+    weights,
+)
 
 T = TypeVar("T")
 
@@ -277,6 +288,7 @@ class SAM(Wrapper, Policies):
             scale: What the loss was multiplied with, as by a GradScaler. An ascent that remembers gradients needs it;
                 the others do not.
         """
+        check_without_closure(self._share)
         self._ascend(self._coming.ascent(self.steps), scale=scale)
         if zero_grad:
             try:
@@ -309,6 +321,7 @@ class SAM(Wrapper, Policies):
         Args:
             scale: See :meth:`first_step`.
         """
+        check_without_closure(self._share)
         with self._perturbed(self._coming.ascent(self.steps), scale=scale):
             yield
 

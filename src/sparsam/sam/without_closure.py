@@ -32,12 +32,13 @@ def run_passes(opt: SAM, backward: Callable[..., Any], scale: Tensor | None = No
         if opt.needs_second_pass:
             return _run_on_share(opt, backward, scale)
         backward = partial(backward, WHOLE)
+    perturbed = partial(opt._perturbed, opt._coming.ascent(opt.steps))
     if not opt.needs_second_pass:
-        with opt.perturbed():
+        with perturbed():
             return backward()
     with opt._replicas.first_pass():  # perturbation="local" does not synchronise it
         result = backward()
-    with opt.perturbed(scale=scale):
+    with perturbed(scale=scale):
         opt.zero_grad()
         backward()
     return result
@@ -51,7 +52,7 @@ def _run_on_share(opt: SAM, backward: Callable[[Rows], Any], scale: Tensor | Non
         of_share = on_rows(backward, share)()
     if share.accumulates:
         scale_gradients(params, 1 / fraction(share))  # to their mean, for ascents that remember it
-    with opt.perturbed(scale=scale), opt._replicas.unsynchronised():
+    with opt._perturbed(opt._coming.ascent(opt.steps), scale=scale), opt._replicas.unsynchronised():
         opt.zero_grad()
         on_rows(backward, share)()
     loss = of_share
