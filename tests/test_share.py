@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -232,6 +234,26 @@ def test_closures_that_are_refused_move_no_weight(make, message):
         opt.step(make(t, opt))
     assert same([p.detach() for p in t.model.parameters()], before)
     opt.step(t.closure(opt))  # and the next step is a whole one
+    assert opt.steps == 1
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_weights_come_back_after_an_exception(failing):
+    t = task(dropout=0.3)
+    opt = build(t, 0.25)
+    calls = itertools.count(1)
+
+    def closure(rows):
+        loss = t.closure(opt)(rows)
+        if next(calls) == failing:
+            raise ZeroDivisionError
+        return loss
+
+    before = [p.detach().clone() for p in t.model.parameters()]
+    with pytest.raises(ZeroDivisionError):
+        opt.step(closure)
+    assert same([p.detach() for p in t.model.parameters()], before)
+    opt.step(t.closure(opt))
     assert opt.steps == 1
 
 
