@@ -314,11 +314,13 @@ def joined():
         t = the_task()
         if by == "Trainer":  # whose groups have another order; test_huggingface.py compares it with a plain loop
             return trained(t, huggingface(t, policy, batch=4))
-        opt = sam(t.model, **POLICIES[policy](t.model))
+        options = POLICIES[policy](t.model)
+        share_of_batch = options.pop("share", None)
+        opt = sam(t.model, **options)
         clip = lambda params: nn.utils.clip_grad_norm_(params, LIMIT)  # noqa: E731
-        if policy == "share":
+        if share_of_batch:
             last_clip = None if by == "Accelerate, closure" else clip
-            train_on_share(t.model, opt, t.dataset, opt.share, batch=4, k=K, clip=last_clip)
+            train_on_share(t.model, opt, t.dataset, share_of_batch, batch=4, k=K, clip=last_clip)
         else:
             train(t.model, opt, t.dataset, batch=4, k=K, clip=clip, clip_first=by != "Accelerate, run_passes")
         return {"weights": weights(t.model), "masks": opt.masks()}

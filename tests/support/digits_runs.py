@@ -14,8 +14,8 @@ CPU = torch.device("cpu")
 SHORT = ("train.epochs=2", "train.deterministic=true")
 TIMES = {"seconds", "elapsed", "step_ms"}
 
-# Every way to step: no SAM, a dense and two sparse masks, a share of the batch, base steps before replayed ones, rho rising in these, one pass
-# before them.
+# Every way to step: no SAM, a dense and two sparse masks, a share of the batch, base steps before replayed ones, rho
+# rising in these, one pass before them.
 METHODS = {
     "sgd": ("digits-sgd", []),
     "sam": ("digits-sam", []),
