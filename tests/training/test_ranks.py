@@ -110,9 +110,7 @@ def together(tmp_path_factory):
 
 @available
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "method", [method for method in METHODS if method != "share"]
-)  # of its own part, so other images than one process has
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "share"])  # a process has its own share
 def test_two_processes_train_what_one_does(together, tmp_path, method):
     train_method(method, tmp_path / "one")
     one, two = RunDirectory(tmp_path / "one"), RunDirectory(together / method)
