@@ -44,7 +44,7 @@ def costs(task: Workload, data: Data, methods: list[str], rounds: int) -> dict[s
     found = {}
     for name in methods:
         method, q = METHODS[name], fraction(build(name, task, data), steps_of(task, data))
-        ratio = StepRatio.of([one / base for one, base in zip(times[name], times["base"], strict=True)])
+        ratio = StepRatio.of_times(times[name], times["base"])
         cost = method.epochs * (1 + q * (ratio.median - 1))
         found[name] = {"cost": cost, "fraction": q, "step": ratio.to_dict(), "milliseconds": 1000 * median(times[name])}
         print(f"{task.name}, {method.title}: {cost:.2f} base steps; a step of its own {ratio}", flush=True)
